@@ -1,0 +1,118 @@
+"""Image files on disk, by class folder. Links are followed; hidden files are not seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from coda_prompt.data.images import SUFFIXES
+from coda_prompt.errors import MissingData
+
+FOLDERS_WANTED = "Point at a folder with one folder of images per class, or with train/ and test/."
+
+Identities = frozenset[tuple[int, int]]  # device and inode
+
+
+def class_folders(root: Path) -> tuple[dict[str, str], int]:
+    """The folders in `root` by name, sorted, and how many images lie beside them."""
+    above = _identities_above(root)
+    folders, loose = {}, 0
+    for entry in _entries(root):
+        if _is_folder(entry):
+            if _identity(entry.path) not in above:
+                folders[_unicode(root, entry.name)] = entry.path
+        elif _is_image(entry):
+            loose += 1
+    return dict(sorted(folders.items())), loose
+
+
+def images_by_class(root: Path) -> dict[str, list[str]]:
+    """The images in and below each class folder, both sorted. No class is without one."""
+    folders, loose = class_folders(root)
+    if not folders:
+        found = f"{loose} images but no class folder" if loose else "no class folder"
+        raise MissingData(root, f"there is {found} in it", FOLDERS_WANTED)
+    above = _identities_above(root)
+    files = {name: sorted(_images_below(folder, above)) for name, folder in folders.items()}
+    for name, paths in files.items():
+        if not paths:
+            raise MissingData(
+                folders[name],
+                f"class '{name}' has no image",
+                f"Put images in it ({', '.join(sorted(SUFFIXES))}) or remove the folder.",
+            )
+    return files
+
+
+def _images_below(folder: str, above: Identities) -> Iterator[str]:
+    """Links lead neither to a folder above, which holds other classes, nor twice into one."""
+    seen = set(above)
+    waiting = [folder]
+    while waiting:
+        current = waiting.pop()
+        identity = _identity(current)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        folders = []
+        for entry in _entries(current):
+            if _is_folder(entry):
+                folders.append(entry.path)
+            elif _is_image(entry):
+                yield entry.path
+        waiting += sorted(folders, reverse=True)  # which of two links counts is not left to chance
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                entry
+                for entry in entries
+                if not entry.name.startswith(".") and entry.name != "__MACOSX"
+            ]
+    except OSError as problem:
+        raise MissingData(
+            folder,
+            f"the folder cannot be read ({problem.strerror})",
+            "Check its permissions and that its disk is there.",
+        ) from problem
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # DirEntry.is_dir() raises on a link to itself.
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
+        return False
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        raise MissingData(
+            entry.path,
+            "this is a link to a file that is not there",
+            "Fetch the file or remove the link.",
+        )
+    return os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file()
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _identities_above(root: Path) -> Identities:
+    """The folder itself and all that it lies in."""
+    resolved = root.resolve()
+    return frozenset(_identity(folder) for folder in (resolved, *resolved.parents))
+
+
+def _unicode(root: Path, name: str) -> str:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise MissingData(
+            root, f"the folder name {os.fsencode(name)!r} is not Unicode", "Rename the folder."
+        ) from None
+    return name

@@ -1,0 +1,154 @@
+"""What a user can get wrong. Every message says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class CodaError(Exception):
+    """An error with a remedy. The command line prints it and exits with `exit_code`."""
+
+    exit_code = 2
+
+
+def _listed(names: Iterable[object], most: int = 5) -> str:
+    shown = [str(name) for name in names]
+    rest = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + rest
+
+
+class UnknownName(CodaError):
+    """An option, method, backbone or field that does not exist."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Known: {', '.join(names)}."
+        super().__init__(f"There is no {kind} '{name}'. {hint}")
+
+
+class BadOption(CodaError):
+    """An option whose value cannot be used."""
+
+    def __init__(self, owner: str, field: str, problem: str) -> None:
+        super().__init__(f"Option '{field}' of {owner}: {problem}.")
+
+
+class OddPromptLength(CodaError):
+    def __init__(self, field: str, length: int) -> None:
+        super().__init__(
+            f"{field} = {length} is odd, but a prompt splits in halves for keys and values. "
+            f"Use {length - 1 or 2} or {length + 1}."
+        )
+
+
+class TooManyBlocks(CodaError):
+    def __init__(self, blocks: Sequence[int], depth: int) -> None:
+        super().__init__(
+            f"Prompts are asked for in blocks {_listed(blocks, 20)}, but this ViT has {depth} "
+            f"blocks (0 to {depth - 1}). Name blocks below {depth}."
+        )
+
+
+class EmptyTask(CodaError):
+    def __init__(self, task: int, reason: str = "has no training image") -> None:
+        super().__init__(
+            f"Task {task + 1} {reason}. Give every task at least one class with an image, "
+            "or use fewer tasks."
+        )
+
+
+class ClassInTwoTasks(CodaError):
+    def __init__(self, name: str, first: int, second: int) -> None:
+        super().__init__(
+            f"Class '{name}' is in task {first + 1} and again in task {second + 1}. In a benchmark "
+            "every class belongs to one task: remove it from one of the lists."
+        )
+
+
+class MissingData(CodaError):
+    def __init__(self, path: object, problem: str, remedy: str) -> None:
+        super().__init__(f"{path}: {problem}. {remedy}")
+
+
+class BadImage(CodaError):
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}. Remove the file or replace it by a readable image.")
+
+
+class CorruptFile(CodaError):
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}. Fetch the file again or restore it from a copy.")
+
+
+class KeyMismatch(CodaError):
+    """Weights that do not fit the architecture."""
+
+    def __init__(self, path: object, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        parts = [
+            f"{kind} {_listed(keys)}"
+            for kind, keys in (("missing", missing), ("unexpected", unexpected))
+            if keys
+        ]
+        super().__init__(
+            f"{path} does not fit the architecture: {'; '.join(parts)}. Name the backbone "
+            "these weights belong to, or use another file."
+        )
+
+
+class ShapeMismatch(CodaError):
+    def __init__(
+        self, path: object, key: str, found: Sequence[int], expected: Sequence[int]
+    ) -> None:
+        super().__init__(
+            f"{path}: '{key}' has shape {tuple(found)}, the architecture has {tuple(expected)}. "
+            "Name the backbone these weights belong to, or use another file."
+        )
+
+
+class UnknownArchitecture(CodaError):
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(
+            f"{path}: {problem}. Say which named backbone it is built like (see 'coda backbones')."
+        )
+
+
+class BackboneUnavailable(CodaError):
+    def __init__(self, name: str, address: str, folder: object, cause: str) -> None:
+        super().__init__(
+            f"The weights of '{name}' could not be fetched ({cause}). Get the file {address} on a "
+            f"machine with a network and either copy its hub cache folder to {folder} or pass the "
+            "path of the .safetensors file instead of the name. The embedded backbone 'pocket' "
+            "needs no download."
+        )
+
+
+class HashMismatch(CodaError):
+    def __init__(self, what: str, expected: str, found: str, remedy: str) -> None:
+        super().__init__(f"{what} has sha256 {found[:16]}…, expected {expected[:16]}…. {remedy}")
+
+
+class WrongBackbone(CodaError):
+    def __init__(self, path: object, expected: str, found: str) -> None:
+        super().__init__(
+            f"{path} was learned on a backbone with hash {expected[:16]}…, but the one given has "
+            f"{found[:16]}…. Load it with the backbone it was learned on."
+        )
+
+
+class NonFiniteLoss(CodaError):
+    def __init__(self, task: int, epoch: int, step: int) -> None:
+        super().__init__(
+            f"The loss is not finite in task {task + 1}, epoch {epoch + 1}, step {step + 1}. The "
+            "model was put back to what it was before this task. Lower the learning rate, or "
+            "look for bad values in the images."
+        )
+
+
+class BadMethod(CodaError):
+    def __init__(self, spec: str, problem: str) -> None:
+        super().__init__(
+            f"'{spec}' cannot be used as a method: {problem}. Write it as path/to/file.py:Class, "
+            "with a class derived from coda_prompt.methods.Method."
+        )

@@ -1,0 +1,102 @@
+"""All methods by name. A method from outside is given as `path/to/file.py:Class`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from coda_prompt.errors import BadMethod, UnknownName
+from coda_prompt.methods.base import (
+    Loss,
+    Method,
+    PromptMethod,
+    TaskBrief,
+    TrainedMethod,
+    make_config,
+)
+from coda_prompt.methods.closedform import NearestClassMean, RanPAC
+from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.methods.dualprompt import DualPrompt
+from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
+from coda_prompt.methods.l2p import L2P
+from coda_prompt.methods.lwf import LearningWithoutForgetting
+from coda_prompt.methods.replay import ExperienceReplay
+from coda_prompt.model.vit import ViT
+
+__all__ = [
+    "METHODS",
+    "Entry",
+    "Loss",
+    "Method",
+    "PromptMethod",
+    "TaskBrief",
+    "TrainedMethod",
+    "find",
+    "make",
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a results table: a class and the option values that make it."""
+
+    name: str
+    type: type[Method]
+    options: Mapping[str, Any]
+
+
+METHODS: Mapping[str, Entry] = MappingProxyType(
+    {
+        name: Entry(name, method, options)
+        for method in (
+            UpperBound,
+            ExperienceReplay,
+            FineTuning,
+            FineTuningMasked,
+            LearningWithoutForgetting,
+            L2P,
+            DualPrompt,
+            CodaPrompt,
+            NearestClassMean,
+            RanPAC,
+        )
+        for name, options in method.variants.items()
+    }
+)
+
+
+def find(name: str) -> Entry:
+    """The method of this name, or the class that `path/to/file.py:Class` names."""
+    if name in METHODS:
+        return METHODS[name]
+    if ".py:" in name:
+        return _from_file(name)
+    raise UnknownName("method", name, METHODS)
+
+
+def make(name: str, backbone: ViT, **options: Any) -> Method:
+    """A method that has learned nothing yet."""
+    entry = find(name)
+    config = make_config(entry.type.Config, {**entry.options, **options})
+    method = entry.type(backbone, config)
+    method.name = name
+    return method
+
+
+def _from_file(spec: str) -> Entry:
+    path, _, class_name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise BadMethod(spec, f"there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise BadMethod(spec, f"{path} has no method class '{class_name}'")
+    return Entry(class_name, found, {})

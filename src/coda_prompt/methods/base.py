@@ -1,0 +1,293 @@
+"""The contract of a method, and what the families share.
+
+The engine drives a method and is the only one that knows files, devices and optimizers:
+
+    begin_task(brief) -> steps on loss(images, labels, queries), or one fit(queries, labels)
+    -> end_task()
+
+Between tasks everything learned lies in buffers; within a task what is being learned is a
+parameter beside them. Class labels are rows: the k-th class ever seen has label k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_prompt.errors import BadOption, CorruptFile, OddPromptLength, TooManyBlocks, UnknownName
+from coda_prompt.methods.head import Head
+from coda_prompt.model.vit import Prefixes, ViT
+from coda_prompt.seeding import keyed_generator
+
+STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class TaskBrief:
+    """What a method is told of a task before it learns it."""
+
+    index: int
+    """How many tasks came before."""
+    seed: int
+    """The trial's: generators are made from it, the task's number and a purpose."""
+    classes: tuple[int, ...]
+    """Rows of the task's classes, ascending; those not below the number seen are new."""
+    labels: Tensor
+    """The rows of the task's training images, one each."""
+    class_means: Tensor | None = None
+    """Mean feature of each class in `classes` under the method as it stood before the task; zero
+    for a class without images. Only where `wants_class_means` asks for it."""
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return keyed_generator(self.seed, self.index, purpose)
+
+
+class Loss(NamedTuple):
+    """A loss in parts that accumulation and several processes can each reduce rightly."""
+
+    mean: Tensor
+    """Per image; averaged over the whole batch."""
+    total: Tensor
+    """Per image; summed over the whole batch (key losses)."""
+    penalty: Tensor
+    """Of the parameters alone; counted once a step."""
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class MethodConfig:
+    """Options every method has."""
+
+    head_init: Literal["linear", "imprint"] = "linear"
+    """How new head rows start: at random, or at the class's mean feature."""
+
+
+class Method(nn.Module):
+    """A way to learn task after task. Families override the parts that differ."""
+
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Public name -> option values that make it: one class may serve several rows of a table."""
+    needs_queries: ClassVar[bool] = False
+    """Whether `features` and `loss` use the query: the class token of the plain frozen ViT."""
+    trains_on: ClassVar[Literal["task", "all"]] = "task"
+    """What a stream gives it: task after task, or everything at once."""
+    keeps_images: ClassVar[bool] = False
+    """Whether images of past tasks are needed again."""
+    closed_form: ClassVar[bool] = False
+    """Whether it learns by `fit` from all queries of a task instead of by gradients."""
+    learning_rate: ClassVar[float] = 1e-3
+    """What the paper trains this family with (SPEC 5)."""
+    frozen_backbone: ClassVar[bool] = True
+    """Whether the ViT stays as it came; if not, the method trains a copy of its own."""
+
+    name: str = ""
+    """The row of a results table this is; `methods.make` sets it."""
+    task_sizes: Tensor
+
+    def __init__(self, backbone: ViT, config: MethodConfig) -> None:
+        super().__init__()
+        self.config = config
+        if self.frozen_backbone:
+            self.backbone = backbone.requires_grad_(False)
+        self.register_buffer("task_sizes", torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def classes_seen(self) -> int:
+        """Classes of all tasks, the one being learned included."""
+        return int(self.task_sizes.sum())
+
+    # -- the life of a task
+
+    def wants_class_means(self, classes: tuple[int, ...]) -> bool:
+        """Whether a task with these classes starts from their mean features."""
+        return False
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        seen = self.classes_seen
+        new = [row for row in brief.classes if row >= seen]
+        if new != list(range(seen, seen + len(new))):
+            raise ValueError(f"new classes must be rows {seen}, {seen + 1}, …, not {new}")
+        self.task_sizes = torch.cat([self.task_sizes, self.task_sizes.new_tensor([len(new)])])
+
+    def end_task(self) -> None:
+        """Merge what was learned into the buffers."""
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def fit(self, queries: Tensor, labels: Tensor) -> None:
+        """Learn a task from all its queries at once; only methods without gradients do."""
+
+    def replay(self, count: int, generator: torch.Generator) -> Tensor:
+        """(task, image) of each past image to train on in this epoch, n x 2; most have none."""
+        return torch.zeros(0, 2, dtype=torch.int64)
+
+    # -- what it computes
+
+    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+        """B x D."""
+        raise NotImplementedError
+
+    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
+        """B x classes seen; queries are computed where they are needed and not given."""
+        raise NotImplementedError
+
+    def loss(self, images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, labels: Tensor, queries: Tensor | None = None) -> Loss:
+        """The training step's way in, so that wrappers for several processes see it."""
+        return self.loss(images, labels, queries)
+
+    @torch.no_grad()
+    def queries(self, images: Tensor) -> Tensor:
+        return self.backbone.features(images)
+
+    # -- what is kept
+
+    def learned_state(self) -> dict[str, Tensor]:
+        """All that was learned and nothing that came with the backbone."""
+        return {
+            name: tensor
+            for name, tensor in self.state_dict().items()
+            if not name.startswith("backbone.")
+        }
+
+    def load_learned_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state saved between tasks; buffers take the sizes they had."""
+        own = self.learned_state()
+        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unexpected:
+            raise CorruptFile(
+                f"state of {type(self).__name__}",
+                f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}",
+            )
+        for name, tensor in state.items():
+            path, _, leaf = name.rpartition(".")
+            owner = self.get_submodule(path)
+            held = getattr(owner, leaf)
+            value = tensor.detach().to(held.device, copy=True)
+            if isinstance(held, nn.Parameter):
+                held.data = value.to(held.dtype)
+            else:
+                setattr(
+                    owner, leaf, value if not held.is_floating_point() else value.to(held.dtype)
+                )
+
+
+class TrainedMethod(Method):
+    """A method with a linear head that is trained by gradients."""
+
+    def __init__(self, backbone: ViT, config: MethodConfig) -> None:
+        super().__init__(backbone, config)
+        self.head = Head(backbone.config.width)
+
+    def wants_class_means(self, classes: tuple[int, ...]) -> bool:
+        """New head rows are imprinted where asked for, and where no loss could train them."""
+        return self.config.head_init == "imprint" or self._lone_new_class(self._open_rows(classes))
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        """Open the head rows that will train. Families add what else is learned."""
+        rows = self._open_rows(brief.classes)
+        nothing_to_tell_apart = self._lone_new_class(rows)
+        super().begin_task(brief)
+        self.head.begin_task(rows, brief.generator("head"), brief.class_means)
+        if nothing_to_tell_apart:
+            # Softmax over one class is 1 whatever the weights: the imprinted row stands as it is.
+            self.head.close()
+
+    def end_task(self) -> None:
+        self.head.close()
+
+    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
+        if queries is None and self.needs_queries:
+            queries = self.queries(images)
+        return self.head(self.features(images, queries))
+
+    def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
+        """Head rows that train in a task: its own classes, old ones it brings again included."""
+        return classes
+
+    def _lone_new_class(self, rows: tuple[int, ...]) -> bool:
+        return len(rows) == 1 and rows[0] >= self.classes_seen
+
+    def _masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy over the open rows alone: old logits take no part (SPEC 5).
+
+        A task of one known class has nothing to tell apart among its own: there its row is
+        trained against all other rows, which stay as they are.
+        """
+        if len(self.head.open_rows) == 1:
+            return F.cross_entropy(self.head(features), labels, reduction="none")
+        return F.cross_entropy(
+            self.head.open_logits(features), self.head.position_of(labels), reduction="none"
+        )
+
+
+class PromptMethod(TrainedMethod):
+    """A frozen ViT run twice: plain for the query, then with prefixes made from it."""
+
+    needs_queries = True
+
+    def prefixes(self, queries: Tensor) -> Prefixes:
+        """What inference puts in front of keys and values, for all prompted blocks at once."""
+        raise NotImplementedError
+
+    def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
+        """The prefixes of a training step, and a loss per image that is summed over the batch."""
+        return self.prefixes(queries), queries.new_zeros(len(queries))
+
+    def penalty(self) -> Tensor:
+        return self.head.weight.new_zeros(())
+
+    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+        assert queries is not None
+        return self.backbone.features(images, self.prefixes(queries))
+
+    def loss(self, images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+        assert queries is not None
+        prefixes, total = self.training_prefixes(queries)
+        features = self.backbone.features(images, prefixes)
+        return Loss(self._masked_loss(features, labels), total, self.penalty())
+
+    def _learns_prompts(self, brief: TaskBrief) -> bool:
+        """A task of one class has no loss that could train a prompt; an untrained one disturbs."""
+        return len(brief.classes) > 1
+
+
+def make_config(config_type: type[MethodConfig], options: Mapping[str, Any]) -> MethodConfig:
+    """A validated configuration; an unknown or unusable option is named."""
+    known = [field.name for field in fields(config_type)]
+    for name in options:
+        if name not in known:
+            raise UnknownName("option", name, known)
+    try:
+        return config_type(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][:1]) or "?"
+        raise BadOption(config_type.__name__, field, first["msg"].lower()) from error
+
+
+def check_length(field: str, length: int) -> None:
+    if length % 2:
+        raise OddPromptLength(field, length)
+
+
+def check_blocks(blocks: tuple[int, ...], backbone: ViT) -> None:
+    depth = backbone.config.depth
+    if any(block < 0 or block >= depth for block in blocks):
+        raise TooManyBlocks(blocks, depth)
+
+
+def split_prompts(prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """B x ... x L x D -> keys and values: the first half of the rows and the second (SPEC 2)."""
+    keys, values = prompts.chunk(2, dim=-2)
+    return keys, values

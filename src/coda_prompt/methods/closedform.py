@@ -1,0 +1,159 @@
+"""Yardsticks without training on the frozen features: nearest class mean and RanPAC."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.nn import functional as F
+
+from coda_prompt.methods.base import STRICT, Method, MethodConfig, TaskBrief
+from coda_prompt.model.vit import ViT
+from coda_prompt.seeding import keyed_seed
+
+
+class ClosedForm(Method):
+    """The query is the feature, and a task is learned from all its queries at once."""
+
+    needs_queries = True
+    closed_form = True
+
+    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+        assert queries is not None
+        return queries
+
+    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
+        return self.scores(self.queries(images) if queries is None else queries)
+
+    def scores(self, queries: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class NearestClassMean(ClosedForm):
+    """Cosine similarity to the mean frozen feature of each class."""
+
+    variants = MappingProxyType({"ncm": {}})
+
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, backbone: ViT, config: MethodConfig) -> None:
+        super().__init__(backbone, config)
+        self.register_buffer("sums", torch.zeros(0, backbone.config.width))
+        self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        new = self.classes_seen - len(self.sums)
+        self.sums = F.pad(self.sums, (0, 0, 0, new))
+        self.counts = F.pad(self.counts, (0, new))
+
+    def fit(self, queries: Tensor, labels: Tensor) -> None:
+        self.sums = self.sums.index_add(0, labels, queries.to(self.sums.dtype))
+        self.counts = self.counts + torch.bincount(labels, minlength=len(self.counts))
+
+    def scores(self, queries: Tensor) -> Tensor:
+        scores = F.normalize(queries, dim=1) @ F.normalize(self.sums, dim=1).T.to(queries.dtype)
+        return scores.masked_fill(self.counts == 0, -1.0)
+
+
+@dataclass(frozen=True, config=STRICT)
+class RanPACConfig(MethodConfig):
+    """Options of RanPAC."""
+
+    width: int | None = Field(default=None, ge=1)
+    """Random features; None: 16 per feature of the backbone, at most 10,000."""
+    ridge: float | None = Field(default=None, gt=0)
+    """Ridge parameter; None: chosen anew in each task on a held-out fifth of its images."""
+
+
+class RanPAC(ClosedForm):
+    """Ridge regression on a fixed random ReLU projection (McDonnell et al. 2023)."""
+
+    Config: ClassVar[type[MethodConfig]] = RanPACConfig
+    variants = MappingProxyType({"ranpac": {}})
+    config: RanPACConfig
+
+    seed: Tensor
+    gram: Tensor
+    sums: Tensor
+    weight: Tensor
+    ridge: Tensor
+
+    RIDGES = tuple(10.0**power for power in range(-4, 9))
+    MOST_FOR_RIDGE = 4000
+    """Images the ridge parameter is chosen on at the most: its cost is cubic in them."""
+    FEWEST_FOR_RIDGE = 10
+
+    def __init__(self, backbone: ViT, config: RanPACConfig) -> None:
+        super().__init__(backbone, config)
+        self.projected = config.width or min(10_000, 16 * backbone.config.width)
+        self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("gram", torch.zeros(self.projected, self.projected))
+        self.register_buffer("sums", torch.zeros(self.projected, 0))
+        self.register_buffer("weight", torch.zeros(self.projected, 0))
+        self.register_buffer("ridge", torch.tensor(config.ridge or 1e2))
+        self._projection: tuple[int, Tensor] | None = None
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        if brief.index == 0:
+            self.seed = self.seed.new_tensor(keyed_seed(brief.seed, "projection") % 2**32)
+        new = self.classes_seen - self.sums.shape[1]
+        self.sums = F.pad(self.sums, (0, new))
+        self.weight = F.pad(self.weight, (0, new))
+
+    def fit(self, queries: Tensor, labels: Tensor) -> None:
+        """G += h^T h, C += h^T onehot(y), head = (G + lambda I)^-1 C."""
+        if self.config.ridge is None and len(labels) >= self.FEWEST_FOR_RIDGE:
+            self.ridge = self.ridge.new_tensor(self._best_ridge(queries, labels))
+        gram, sums = self.gram, self.sums
+        for part, part_labels in zip(queries.split(4096), labels.split(4096), strict=True):
+            hidden = self.hidden(part).to(gram.dtype)
+            gram = gram + hidden.T @ hidden
+            sums = sums.index_add(1, part_labels, hidden.T)
+        self.gram, self.sums = gram, sums
+        damped = gram.double()
+        damped.diagonal().add_(self.ridge.double())
+        solved = torch.cholesky_solve(sums.double(), torch.linalg.cholesky(damped))
+        self.weight = solved.to(self.weight.dtype)
+
+    def scores(self, queries: Tensor) -> Tensor:
+        return self.hidden(queries) @ self.weight.to(queries.dtype)
+
+    def hidden(self, queries: Tensor) -> Tensor:
+        """h = ReLU(f W), n x width."""
+        return F.relu(queries @ self.projection().to(queries))
+
+    def projection(self) -> Tensor:
+        """W, made again from its seed instead of being stored: NumPy froze this generator."""
+        seed = int(self.seed)
+        if self._projection is None or self._projection[0] != seed:
+            shape = (self.backbone.config.width, self.projected)
+            drawn = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+            self._projection = (seed, torch.from_numpy(drawn))
+        return self._projection[1]
+
+    def _best_ridge(self, queries: Tensor, labels: Tensor) -> float:
+        """The ridge with the least squared error on every fifth image, learned from the others.
+
+        In the dual form one eigendecomposition, n x n, serves all candidates.
+        """
+        step = max(1, -(-len(labels) // self.MOST_FOR_RIDGE))
+        hidden = self.hidden(queries[::step]).double()
+        targets = F.one_hot(labels[::step]).double()
+        held_out = torch.arange(len(hidden), device=hidden.device) % 5 == 4
+        kernel = hidden @ hidden.T
+        values, vectors = torch.linalg.eigh(kernel[~held_out][:, ~held_out])
+        left = kernel[held_out][:, ~held_out] @ vectors
+        right = vectors.T @ targets[~held_out]
+        errors = [
+            float(((left / (values + ridge)) @ right - targets[held_out]).square().mean())
+            for ridge in self.RIDGES
+        ]
+        return self.RIDGES[int(np.argmin(errors))]

@@ -1,0 +1,217 @@
+"""CODA-P: prompts as sums of components, weighted by attended key-query similarity.
+
+Three published forms differ in how components start and what keeps them orthogonal; each is a
+preset (SPEC 3):
+
+- `paper`: all components orthonormal from the start, 0.1 times the Frobenius norm of eq. 6;
+- `release-2022`: the same start, 1e-7 times the mean square;
+- `release-2023` (default): new components orthogonal to all older ones at each task, no penalty.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_prompt.errors import BadOption
+from coda_prompt.methods.base import (
+    STRICT,
+    MethodConfig,
+    PromptMethod,
+    TaskBrief,
+    check_blocks,
+    check_length,
+    split_prompts,
+)
+from coda_prompt.methods.orthogonal import (
+    frobenius_penalty,
+    mean_square_penalty,
+    orthonormal_rows,
+    uniform_rows,
+)
+from coda_prompt.model.vit import Prefixes, ViT
+from coda_prompt.seeding import keyed_generator
+
+Start = Literal["all-at-once", "task-by-task", "uniform"]
+Penalty = Literal["frobenius", "mean-square"]
+
+PRESETS: MappingProxyType[str, tuple[Start, Penalty, float]] = MappingProxyType(
+    {
+        "paper": ("all-at-once", "frobenius", 0.1),
+        "release-2022": ("all-at-once", "mean-square", 1e-6 * 0.1),
+        "release-2023": ("task-by-task", "mean-square", 0.0),
+    }
+)
+PENALTIES = MappingProxyType({"frobenius": frobenius_penalty, "mean-square": mean_square_penalty})
+
+
+@dataclass(frozen=True, config=STRICT)
+class CodaConfig(MethodConfig):
+    """Options of CODA-P."""
+
+    components: int = Field(default=100, ge=1)
+    """Components per block in all, shared out over `tasks`; the remainder goes to the first."""
+    tasks: int | None = Field(default=None, ge=1)
+    """How many tasks share `components`; None: open-ended, `components_per_task` each."""
+    components_per_task: int = Field(default=10, ge=1)
+    """Components a task adds where the number of tasks is unknown or has been passed."""
+    length: int = Field(default=8, ge=2)
+    """Rows of a prompt; half go to the keys, half to the values."""
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Prompted blocks, counted from 0."""
+    preset: Literal["paper", "release-2022", "release-2023"] = "release-2023"
+    orthogonality_weight: float | None = Field(default=None, ge=0)
+    """Weight of the orthogonality penalty (lambda); None: the preset's."""
+    attention: bool = True
+    """Ablation: without, weights are cos(q, K)."""
+    freezing: bool = True
+    """Ablation: without, older components keep training."""
+    orthogonality: bool = True
+    """Ablation: without, no penalty and components start uniform in [0, 1)."""
+
+
+class CodaPrompt(PromptMethod):
+    """Eqs. 3-7 of the paper. Tensors of all prompted blocks are stacked in the first axis."""
+
+    Config: ClassVar[type[MethodConfig]] = CodaConfig
+    variants = MappingProxyType({"coda-p": {}, "coda-p-s": {"components": 20, "length": 4}})
+    config: CodaConfig
+
+    components: Tensor
+    keys: Tensor
+    attention: Tensor
+    component_sizes: Tensor
+
+    def __init__(self, backbone: ViT, config: CodaConfig) -> None:
+        super().__init__(backbone, config)
+        check_length("length", config.length)
+        check_blocks(config.blocks, backbone)
+        start, self._penalty_name, weight = PRESETS[config.preset]
+        if start == "all-at-once" and config.tasks is None:
+            raise BadOption(
+                "coda-p",
+                "tasks",
+                f"preset '{config.preset}' starts all components together and needs the number of "
+                "tasks; give it, or use preset 'release-2023'",
+            )
+        if config.tasks is not None and config.components < config.tasks:
+            raise BadOption(
+                "coda-p",
+                "components",
+                f"{config.components} components cannot be shared out over {config.tasks} tasks; "
+                "use at least one per task",
+            )
+        if config.orthogonality_weight is not None:
+            weight = config.orthogonality_weight
+        self._start: Start = start if config.orthogonality else "uniform"
+        self._penalty_weight = weight if config.orthogonality else 0.0
+        self.kinds = ("components", "keys", "attention")[: 3 if config.attention else 2]
+        blocks, width = len(config.blocks), backbone.config.width
+        self.register_buffer("components", torch.zeros(blocks, 0, config.length, width))
+        self.register_buffer("keys", torch.zeros(blocks, 0, width))
+        self.register_buffer("attention", torch.zeros(blocks, 0, width))
+        self.register_buffer("component_sizes", torch.zeros(0, dtype=torch.int64))
+        self.new_components: nn.Parameter | None = None
+        self.new_keys: nn.Parameter | None = None
+        self.new_attention: nn.Parameter | None = None
+
+    # -- growth
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        count = self._next_count() if self._learns_prompts(brief) else 0
+        self.component_sizes = torch.cat(
+            [self.component_sizes, self.component_sizes.new_tensor([count])]
+        )
+        if not count:
+            return
+        for kind in self.kinds:
+            held: Tensor = getattr(self, kind)
+            new = self._start_rows(kind, held, count, brief)
+            if not self.config.freezing:
+                new = torch.cat([held, new], dim=1)
+                setattr(self, kind, held[:, :0])
+            setattr(self, f"new_{kind}", nn.Parameter(new))
+
+    def end_task(self) -> None:
+        for kind in self.kinds:
+            new: nn.Parameter | None = getattr(self, f"new_{kind}")
+            if new is not None:
+                setattr(self, kind, torch.cat([getattr(self, kind), new.detach()], dim=1))
+                setattr(self, f"new_{kind}", None)
+        super().end_task()
+
+    def _next_count(self) -> int:
+        config, learned = self.config, int((self.component_sizes > 0).sum())
+        if config.tasks is None or learned >= config.tasks:
+            return config.components_per_task
+        share, remainder = divmod(config.components, config.tasks)
+        return share + (learned < remainder)
+
+    def _start_rows(self, kind: str, held: Tensor, count: int, brief: TaskBrief) -> Tensor:
+        """The first values of `count` new rows per block, in the shape of `held`."""
+        learned = held.shape[1]
+        if self._start == "uniform":
+            return uniform_rows(held, count, brief.generator(kind))
+        flat = held.flatten(2)
+        if self._start == "all-at-once" and learned + count <= self.config.components:
+            # Keyed by what all tasks have in common: each takes its part of one basis.
+            common = keyed_generator(brief.seed, kind)
+            rows = orthonormal_rows(flat[:, :0], self.config.components, common)
+            rows = rows[:, learned : learned + count]
+        else:
+            rows = orthonormal_rows(flat, count, brief.generator(kind))
+        return rows.unflatten(2, held.shape[2:]).contiguous()
+
+    # -- prompts
+
+    def prefixes(self, queries: Tensor) -> Prefixes:
+        prompts = self._prompts(queries, self.components, self.keys, self.attention)
+        if self.new_components is not None and self.new_keys is not None:
+            prompts = prompts + self._prompts(
+                queries, self.new_components, self.new_keys, self.new_attention
+            )
+        elif not self.components.shape[1]:
+            return {}
+        return {
+            block: split_prompts(prompts[position])
+            for position, block in enumerate(self.config.blocks)
+        }
+
+    def _prompts(
+        self, queries: Tensor, components: Tensor, keys: Tensor, attention: Tensor | None
+    ) -> Tensor:
+        """blocks x B x L x D: p = sum_m alpha_m P_m (eq. 3)."""
+        weights = component_weights(queries, keys, attention if self.config.attention else None)
+        return (weights @ components.flatten(2)).unflatten(2, components.shape[2:])
+
+    def penalty(self) -> Tensor:
+        if not self._penalty_weight or self.new_components is None:
+            return super().penalty()
+        measure = PENALTIES[self._penalty_name]
+        parts = [
+            measure(getattr(self, kind).flatten(2), getattr(self, f"new_{kind}").flatten(2))
+            for kind in self.kinds
+        ]
+        return self._penalty_weight * torch.stack(parts).sum()
+
+
+def component_weights(queries: Tensor, keys: Tensor, attention: Tensor | None) -> Tensor:
+    """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D and rows blocks x M x D.
+
+    q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
+    Without attention vectors alpha = cos(q, K) (eq. 4).
+    """
+    smallest = 1e-12
+    unit_keys = F.normalize(keys, dim=-1, eps=smallest)
+    if attention is None:
+        return F.normalize(queries, dim=-1, eps=smallest) @ unit_keys.mT
+    matched = queries @ (attention * unit_keys).mT
+    squared_length = queries.square() @ attention.square().mT
+    return matched / squared_length.clamp_min(smallest**2).sqrt()

@@ -1,0 +1,73 @@
+"""Methods that train the whole network: FT, FT++ and the upper bound."""
+
+from __future__ import annotations
+
+import copy
+from types import MappingProxyType
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from coda_prompt.methods.base import Loss, MethodConfig, TaskBrief, TrainedMethod
+from coda_prompt.model.vit import ViT
+
+
+class WholeNetwork(TrainedMethod):
+    """A copy of the backbone that is trained itself. The frozen original is not needed."""
+
+    learning_rate = 1e-4
+    frozen_backbone = False
+
+    def __init__(self, backbone: ViT, config: MethodConfig) -> None:
+        super().__init__(backbone, config)
+        self.network = copy.deepcopy(backbone).requires_grad_(False)
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        # Where the head alone was imprinted there is no loss, and weight decay must not act.
+        self.network.requires_grad_(self.head.open_weight is not None)
+
+    def end_task(self) -> None:
+        super().end_task()
+        self.network.requires_grad_(False)
+
+    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+        return self.network.features(images)
+
+    def loss(self, images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+        per_image = self.per_image_loss(images, labels, self.network.features(images))
+        return Loss(per_image, per_image.new_zeros(len(labels)), per_image.new_zeros(()))
+
+    def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        """Softmax over all classes seen so far."""
+        return F.cross_entropy(self.head(features), labels, reduction="none")
+
+    def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
+        """All rows train, old ones too."""
+        new = tuple(row for row in classes if row >= self.classes_seen)
+        return (*range(self.classes_seen), *new)
+
+
+class FineTuning(WholeNetwork):
+    """FT: the network is trained on the new task, softmax over all classes seen so far."""
+
+    variants = MappingProxyType({"ft": {}})
+
+
+class FineTuningMasked(WholeNetwork):
+    """FT++: the same, with old classes left out of the softmax and their rows as they were."""
+
+    variants = MappingProxyType({"ft++": {}})
+
+    def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        return self._masked_loss(features, labels)
+
+    def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
+        return classes
+
+
+class UpperBound(WholeNetwork):
+    """All classes at once, evaluated on the stream's tasks."""
+
+    variants = MappingProxyType({"upper-bound": {}})
+    trains_on = "all"

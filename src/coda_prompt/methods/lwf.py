@@ -1,0 +1,64 @@
+"""LwF.MC: the whole network, sigmoid outputs; the network before the task holds old classes."""
+
+from __future__ import annotations
+
+import copy
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_prompt.methods.base import MethodConfig, TaskBrief
+from coda_prompt.methods.finetune import WholeNetwork
+from coda_prompt.methods.head import Head
+from coda_prompt.model.vit import ViT
+
+
+class LearningWithoutForgetting(WholeNetwork):
+    """Binary cross-entropy, summed over classes and averaged over the batch."""
+
+    variants = MappingProxyType({"lwf-mc": {}})
+
+    def __init__(self, backbone: ViT, config: MethodConfig) -> None:
+        super().__init__(backbone, config)
+        self.teacher: Teacher | None = None
+        self.task_rows: tuple[int, ...] = ()
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        if self.classes_seen:
+            self.teacher = Teacher(self.network, self.head)
+        self.task_rows = brief.classes
+        super().begin_task(brief)
+
+    def end_task(self) -> None:
+        super().end_task()
+        self.teacher = None
+
+    def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+        logits = self.head(features)
+        targets = torch.zeros_like(logits)
+        if self.teacher is not None:
+            outputs = self.teacher(images)
+            targets[:, : outputs.shape[1]] = outputs
+            targets[:, list(self.task_rows)] = 0
+        targets.scatter_(1, labels[:, None], 1)
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
+
+    def _lone_new_class(self, rows: tuple[int, ...]) -> bool:
+        """Sigmoid outputs train on one class too."""
+        return False
+
+
+class Teacher(nn.Module):
+    """The network as it was before the task."""
+
+    def __init__(self, network: ViT, head: Head) -> None:
+        super().__init__()
+        self.network = copy.deepcopy(network).requires_grad_(False)
+        self.head = copy.deepcopy(head)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Sigmoid outputs, B x classes then seen."""
+        return self.head(self.network.features(images)).sigmoid()

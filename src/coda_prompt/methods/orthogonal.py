@@ -1,0 +1,65 @@
+"""Vectors that start orthogonal to those already there, and the penalty that keeps them so."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
+
+
+def orthonormal_rows(older: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """`count` new rows per block: orthonormal, and orthogonal to the span of the older ones.
+
+    `older` is blocks x rows x dimensions. One QR decomposition of old and random rows together
+    does it. Where the space is full the rest are random unit vectors.
+    """
+    blocks, rows, dimensions = older.shape
+    drawn = torch.randn(blocks, count, dimensions, generator=generator)
+    drawn = drawn.to(older.device, torch.float64)
+    room = max(0, min(count, dimensions - rows))
+    if room < count:
+        log.warning(
+            "%d of %d new vectors start as random unit vectors: %d older ones leave no more "
+            "orthogonal directions in %d dimensions",
+            count - room,
+            count,
+            rows,
+            dimensions,
+        )
+    crowded = F.normalize(drawn[:, room:], dim=-1)
+    if not room:
+        return crowded.to(older.dtype)
+    together = torch.cat([older.double(), drawn[:, :room]], dim=1).mT  # blocks x D x rows
+    basis = torch.linalg.qr(together).Q[:, :, rows:].mT  # blocks x room x D
+    return torch.cat([basis, crowded], dim=1).to(older.dtype)
+
+
+def uniform_rows(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """`count` rows per block drawn from [0, 1), as L2P starts its prompts."""
+    shape = (like.shape[0], count, *like.shape[2:])
+    return torch.rand(shape, generator=generator).to(like)
+
+
+def gram_error(frozen: Tensor, new: Tensor) -> Tensor:
+    """The squared entries of B B^T - I per block, B being the frozen rows over the new ones.
+
+    The frozen-by-frozen part is a constant of the task, but belongs to the penalty's value.
+    """
+    rows = torch.cat([frozen, new], dim=1)  # blocks x rows x D
+    gram = rows @ rows.mT
+    return (gram - torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)) ** 2
+
+
+def mean_square_penalty(frozen: Tensor, new: Tensor) -> Tensor:
+    """Sum over blocks of mean((B B^T - I)^2): what the released code computes."""
+    return gram_error(frozen, new).mean(dim=(1, 2)).sum()
+
+
+def frobenius_penalty(frozen: Tensor, new: Tensor) -> Tensor:
+    """Sum over blocks of |B B^T - I|_F (eq. 6), smoothed at zero, where training starts."""
+    smoothing = 1e-12
+    return (gram_error(frozen, new).sum(dim=(1, 2)) + smoothing).sqrt().sum()

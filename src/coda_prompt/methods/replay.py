@@ -1,0 +1,64 @@
+"""ER: the whole network and a class-balanced buffer of past images, kept on purpose."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from coda_prompt.methods.base import STRICT, MethodConfig, TaskBrief
+from coda_prompt.methods.finetune import WholeNetwork
+from coda_prompt.model.vit import ViT
+
+
+@dataclass(frozen=True, config=STRICT)
+class ReplayConfig(MethodConfig):
+    """Options of ER."""
+
+    buffer: int = Field(default=5000, ge=1)
+    """Images of past tasks kept in all."""
+
+
+class ExperienceReplay(WholeNetwork):
+    """The buffer holds (task, image, class): which images were kept, in the order of keeping."""
+
+    Config: ClassVar[type[MethodConfig]] = ReplayConfig
+    variants = MappingProxyType({"er-5000": {}})
+    keeps_images = True
+    config: ReplayConfig
+
+    buffer: Tensor
+
+    def __init__(self, backbone: ViT, config: ReplayConfig) -> None:
+        super().__init__(backbone, config)
+        self.register_buffer("buffer", torch.zeros(0, 3, dtype=torch.int64))
+        self.candidates = torch.zeros(0, 3, dtype=torch.int64)
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        order = torch.randperm(len(brief.labels), generator=brief.generator("buffer"))
+        task = torch.full_like(order, brief.index)
+        self.candidates = torch.stack([task, order, brief.labels.cpu()[order]], dim=1)
+
+    def end_task(self) -> None:
+        """Keep the same number of each class; a class trims to its first, a random sample."""
+        super().end_task()
+        kept = torch.cat([self.buffer.cpu(), self.candidates])
+        share, remainder = divmod(self.config.buffer, max(1, self.classes_seen))
+        parts = []
+        for row in range(self.classes_seen):
+            of_class = kept[kept[:, 2] == row]
+            parts.append(of_class[: share + (row < remainder)])
+        self.buffer = torch.cat(parts).to(self.buffer.device)
+        self.candidates = self.candidates[:0]
+
+    def replay(self, count: int, generator: torch.Generator) -> Tensor:
+        """As many past images as the task has, drawn with replacement."""
+        if not len(self.buffer):
+            return super().replay(count, generator)
+        drawn = torch.randint(len(self.buffer), (count,), generator=generator)
+        return self.buffer.cpu()[drawn, :2]

@@ -1,0 +1,219 @@
+"""The only Vision Transformer of the project: timm's parameter names, slots for prefixes.
+
+The class token alone leaves the network, so the last block computes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Prefixes = Mapping[int, tuple[Tensor, Tensor]]
+"""Block index -> (keys, values), each batch x rows x width (a batch of 1 serves every image)."""
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """An architecture. Sizes are in pixels, tokens or channels."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    channels: int = 3
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp_width: int = 3072
+    registers: int = 0
+    layer_scale: bool = False
+    norm_eps: float = 1e-6
+    position_for_class: bool = True
+    """Whether the position embedding has a row for the class token (DINOv2 with registers: no)."""
+    stem: tuple[int, ...] = ()
+    """Hidden channels of a stem of 3x3 stride-2 convolutions; empty: one patch projection."""
+
+    @property
+    def grid(self) -> int:
+        return self.image_size // self.patch_size
+
+
+class PatchEmbedding(nn.Module):
+    """Non-overlapping patches through one linear map (timm's `patch_embed.proj`)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        patch = config.patch_size
+        self.proj = nn.Conv2d(config.channels, config.width, patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)  # B x tokens x D
+
+
+class ConvStem(nn.Module):
+    """3x3 stride-2 convolutions with GELU between them: small images learn far faster so."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        channels = (config.channels, *config.stem, config.width)
+        self.convs = nn.ModuleList(
+            nn.Conv2d(before, after, 3, stride=2, padding=1)
+            for before, after in pairwise(channels)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.convs[0](images)
+        for conv in self.convs[1:]:
+            maps = conv(F.gelu(maps))
+        return maps.flatten(2).transpose(1, 2)  # B x tokens x D
+
+
+class LayerScale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), 1e-5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens * self.gamma
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(
+        self, tokens: Tensor, prefix: tuple[Tensor, Tensor] | None, class_only: bool
+    ) -> Tensor:
+        """Attend; prefixes go in front of keys and values after the projection (SPEC 2)."""
+        if class_only:
+            width = tokens.shape[-1]
+            weight, bias = self.qkv.weight, self.qkv.bias
+            query = F.linear(tokens[:, :1], weight[:width], bias[:width])
+            key, value = F.linear(tokens, weight[width:], bias[width:]).chunk(2, dim=-1)
+        else:
+            query, key, value = self.qkv(tokens).chunk(3, dim=-1)
+        if prefix is not None:
+            key, value = (
+                torch.cat([rows.expand(len(tokens), -1, -1).to(own.dtype), own], dim=1)
+                for rows, own in zip(prefix, (key, value), strict=True)
+            )
+        attended = F.scaled_dot_product_attention(
+            self._by_head(query), self._by_head(key), self._by_head(value)
+        )
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+    def _by_head(self, tokens: Tensor) -> Tensor:
+        return tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B x heads x tokens x D/h
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(tokens)))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with optional LayerScale."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
+        self.attn = Attention(width, config.heads)
+        self.ls1 = LayerScale(width) if config.layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
+        self.mlp = MLP(width, config.mlp_width)
+        self.ls2 = LayerScale(width) if config.layer_scale else nn.Identity()
+
+    def forward(
+        self, tokens: Tensor, prefix: tuple[Tensor, Tensor] | None = None, class_only: bool = False
+    ) -> Tensor:
+        attended = self.attn(self.norm1(tokens), prefix, class_only)
+        tokens = (tokens[:, :1] if class_only else tokens) + self.ls1(attended)
+        return tokens + self.ls2(self.mlp(self.norm2(tokens)))
+
+
+class ViT(nn.Module):
+    """A Vision Transformer without a classifier."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, tokens = config.width, config.grid**2
+        self.patch_embed = ConvStem(config) if config.stem else PatchEmbedding(config)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.reg_token = (
+            nn.Parameter(torch.zeros(1, config.registers, width)) if config.registers else None
+        )
+        self.pos_embed = nn.Parameter(torch.zeros(1, tokens + config.position_for_class, width))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+
+    def initialise(self, generator: torch.Generator) -> ViT:
+        """Weights to pre-train from: truncated normal matrices, zero biases."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 4:
+                fan_in = parameter[0].numel()
+                nn.init.trunc_normal_(parameter, std=fan_in**-0.5, generator=generator)
+            elif parameter.dim() > 1:
+                nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        return self
+
+    def features(self, images: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+        """The final-norm class token of each image, B x D, with prefixes in the named blocks."""
+        tokens = self._embed(images)
+        last = len(self.blocks) - 1
+        for index, block in enumerate(self.blocks):
+            prefix = prefixes.get(index) if prefixes else None
+            tokens = block(tokens, prefix, class_only=index == last)
+        return self.norm(tokens[:, 0])
+
+    forward = features
+
+    def _embed(self, images: Tensor) -> Tensor:
+        tokens = self.patch_embed(images)
+        class_token: Tensor = self.cls_token
+        position: Tensor = self.pos_embed
+        if self.config.position_for_class:
+            class_token = class_token + position[:, :1]
+            position = position[:, 1:]
+        leading = [class_token] if self.reg_token is None else [class_token, self.reg_token]
+        expanded = [token.expand(len(images), -1, -1) for token in leading]
+        return torch.cat([*expanded, tokens + position], dim=1)
+
+    def fingerprint(self) -> str:
+        """A hash of all weights: a learned prompt is worthless beside any other backbone."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            values = tensor.detach().to("cpu", torch.float32).contiguous()
+            digest.update(f"{name}{tuple(values.shape)}".encode())
+            digest.update(values.numpy().data)
+        return digest.hexdigest()
+
+
+def resize_positions(position: Tensor, config: ViTConfig) -> Tensor:
+    """The position embedding of another square grid, resampled to the grid of `config`."""
+    leading = int(config.position_for_class)
+    old_grid = math.isqrt(position.shape[1] - leading)
+    if old_grid == config.grid:
+        return position
+    patches = position[:, leading:].unflatten(1, (old_grid, old_grid)).permute(0, 3, 1, 2)
+    patches = F.interpolate(
+        patches.float(), size=(config.grid, config.grid), mode="bicubic", antialias=True
+    )
+    patches = patches.permute(0, 2, 3, 1).flatten(1, 2).to(position.dtype)
+    return torch.cat([position[:, :leading], patches], dim=1)

@@ -1,0 +1,211 @@
+"""Weights on disk: safetensors files with timm's keys, checked key by key against a ViT.
+
+A file written here also says what it is: its metadata hold the architecture (`vit`) and the pixels
+it expects (`pixels`) as JSON. Files from elsewhere lack them, so they can be inferred.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from coda_prompt.errors import (
+    CorruptFile,
+    KeyMismatch,
+    MissingData,
+    ShapeMismatch,
+    UnknownArchitecture,
+)
+from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
+from coda_prompt.pixels import Pixels
+
+log = logging.getLogger(__name__)
+
+Described = TypeVar("Described", ViTConfig, Pixels)
+
+_FIRST_MLP = "blocks.0.mlp.fc1.weight"
+
+
+def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
+    """The float32 weights of a ViT of this architecture, with nothing missing and nothing over.
+
+    Only a classifier head may be left over. DINOv2's own names are accepted beside timm's, and the
+    position embedding is resampled to the grid of `config`.
+    """
+    tensors = _without_pretraining_parts(path, _read_tensors(path))
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in ViT(config).state_dict().items()}
+    if "reg_token" in expected and "register_tokens" in tensors:
+        tensors["reg_token"] = tensors.pop("register_tokens")
+    missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    if missing or unexpected:
+        raise KeyMismatch(path, sorted(missing), sorted(unexpected))
+    weights = {name: _as_float32(path, name, tensors[name]) for name in expected}
+    _fit_positions(weights, config)
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ShapeMismatch(path, name, weights[name].shape, shape)
+    return weights
+
+
+def load_weights(vit: ViT, path: Path) -> None:
+    """Fill a ViT from a file; one on the meta device takes the tensors over as they are."""
+    vit.load_state_dict(read_weights(path, vit.config), assign=vit.cls_token.is_meta)
+
+
+def write_weights(path: Path, vit: ViT, pixels: Pixels) -> None:
+    """Write a backbone that says what it is; the file appears whole or not at all."""
+    metadata = {
+        "format": "pt",
+        "vit": json.dumps(dataclasses.asdict(vit.config)),
+        "pixels": json.dumps(dataclasses.asdict(pixels)),
+    }
+    tensors = {name: tensor.contiguous() for name, tensor in vit.state_dict().items()}
+    with replacing(path) as temporary:
+        # Not safetensors' own `save_file`: it makes files that no other user may read.
+        temporary.write_bytes(save(tensors, metadata))
+
+
+def read_description(path: Path) -> tuple[ViTConfig | None, Pixels | None]:
+    """Architecture and pixels as the file's metadata state them, where they do."""
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+    return (
+        _described(path, ViTConfig, metadata["vit"]) if "vit" in metadata else None,
+        _described(path, Pixels, metadata["pixels"]) if "pixels" in metadata else None,
+    )
+
+
+def infer_config(path: Path) -> ViTConfig:
+    """The architecture the shapes tell; heads of 64 channels and eps 1e-6 are assumed."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _read_tensors(path).items()}
+    for name, axes in (("patch_embed.proj.weight", 4), ("pos_embed", 3), (_FIRST_MLP, 2)):
+        if len(shapes.get(name, ())) != axes:
+            raise UnknownArchitecture(path, f"it has no '{name}' of {axes} axes, as a ViT has")
+    width, channels, patch, patch_width = shapes["patch_embed.proj.weight"]
+    rows = shapes["pos_embed"][1]
+    position_for_class = not _is_square(rows)
+    if not _is_square(rows - position_for_class) or patch != patch_width:
+        problem = f"{rows} position rows and {patch}x{patch_width} patches make no square image"
+        raise UnknownArchitecture(path, problem)
+    if width % 64:
+        raise UnknownArchitecture(path, f"width {width} does not split in heads of 64 channels")
+    registers = shapes.get("reg_token", shapes.get("register_tokens", ()))
+    return ViTConfig(
+        image_size=math.isqrt(rows) * patch,
+        patch_size=patch,
+        channels=channels,
+        width=width,
+        depth=len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+        heads=width // 64,
+        mlp_width=shapes[_FIRST_MLP][0],
+        registers=registers[1] if len(registers) == 3 else 0,
+        layer_scale="blocks.0.ls1.gamma" in shapes,
+        position_for_class=position_for_class,
+    )
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that takes the place of `path` when all went well."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        remedy = "Give the path of a .safetensors file, or the name of a backbone."
+        raise MissingData(path, "there is no such file", remedy)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise CorruptFile(path, f"is not a whole safetensors file ({error})") from error
+    except OSError as error:
+        raise MissingData(path, f"cannot be read ({error})", "Check its permissions.") from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of the file, mapped and not yet read."""
+    with _opened(path) as file:
+        names: list[str] = file.keys()
+        return {name: file.get_tensor(name) for name in names}
+
+
+def _without_pretraining_parts(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but the classifier head and DINOv2's mask token: no feature depends on them."""
+    heads = sorted(name for name in tensors if name.startswith(("head.", "head_dist.")))
+    if heads:
+        log.info("%s: the classifier head is left out (%s)", path, ", ".join(heads))
+    if "mask_token" in tensors:
+        log.info("%s: mask_token is left out, it serves pre-training only", path)
+    return {name: tensors[name] for name in tensors.keys() - {*heads, "mask_token"}}
+
+
+def _as_float32(path: Path, name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        raise CorruptFile(path, f"'{name}' holds {tensor.dtype}, not floating-point weights")
+    # A copy, because the file stays mapped otherwise and would change the model when it changes.
+    return tensor.to(torch.float32, copy=True)
+
+
+def _fit_positions(weights: dict[str, Tensor], config: ViTConfig) -> None:
+    """Bring `pos_embed` to the rows of `config`, where its rows are those of a square grid."""
+    token, position = weights["cls_token"], weights["pos_embed"]
+    if token.shape != (1, 1, config.width) or position.shape[::2] != (1, config.width):
+        return
+    if not config.position_for_class and _is_square(position.shape[1] - 1):
+        # DINOv2's own files give the class token a row; with registers timm adds it to the token.
+        weights["cls_token"] = token + position[:, :1]
+        position = position[:, 1:]
+    if _is_square(position.shape[1] - config.position_for_class):
+        position = resize_positions(position, config)
+    weights["pos_embed"] = position
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number
+
+
+def _described(path: Path, kind: type[Described], text: str) -> Described:
+    try:
+        stated = json.loads(text)
+    except ValueError as error:
+        raise CorruptFile(path, f"its metadata are not JSON ({error})") from error
+    if not isinstance(stated, Mapping):
+        raise CorruptFile(path, f"its metadata state no {kind.__name__}")
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    for name, value in values.items():
+        if name not in defaults or type(value) is not type(defaults[name]):
+            raise CorruptFile(path, f"its metadata state {name} = {value!r} for {kind.__name__}")
+    return kind(**values)

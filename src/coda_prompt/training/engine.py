@@ -1,0 +1,333 @@
+"""The training loop of every method: the only backward pass and the only optimizer.
+
+Devices, precision and several processes come from Fabric. A batch is global: each process takes
+its share, and the parts of the loss are reduced so that the step is that of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.wrappers import _FabricModule
+from numpy.typing import NDArray
+from pydantic import Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import Tensor
+
+from coda_prompt.data.stream import Samples, Stream, Task
+from coda_prompt.errors import EmptyTask, NonFiniteLoss
+from coda_prompt.methods import Loss, Method, TaskBrief
+from coda_prompt.methods.base import STRICT
+from coda_prompt.seeding import keyed_generator
+from coda_prompt.training.loading import Batch, Epoch, Views, batches
+from coda_prompt.training.queries import Queries, QueryMode
+from coda_prompt.training.schedule import Schedule, learning_rate
+
+Matrix = NDArray[np.float64]
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Training:
+    """How a task is trained. The defaults are the paper's."""
+
+    epochs: int = Field(default=20, ge=1)
+    batch_size: int = Field(default=128, ge=1)
+    """Images a step, over all processes."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Images a process holds at once; smaller ones accumulate to the same step."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """None: what the paper trains the method's family with."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: Schedule = "cosine"
+    queries: QueryMode = "exact"
+    seed: int = Field(default=0, ge=0)
+    """The trial's: class order, splits, initial values, shuffling and augmentation follow."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that decode images, for each training process."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the engine tells of its progress. Counts start at 0."""
+
+    kind: Literal["task", "step", "epoch", "evaluation"]
+    task: int
+    tasks: int
+    epoch: int = 0
+    epochs: int = 0
+    step: int = 0
+    steps: int = 0
+    loss: float = math.nan
+    learning_rate: float = math.nan
+    accuracies: tuple[float, ...] = ()
+    """After an evaluation: of each task learned so far."""
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+@dataclass
+class Result:
+    """What a stream's run measured; every metric follows from the matrices."""
+
+    matrix: Matrix
+    """R[t, j]: accuracy on task j after task t over all classes seen by then; NaN elsewhere."""
+    own_classes: Matrix
+    """The same among the classes of task j only."""
+    test_images: list[int]
+    losses: list[list[float]] = field(default_factory=list)
+    """Per task, the mean loss of each epoch."""
+
+
+class Engine:
+    """Drives any method through tasks."""
+
+    def __init__(
+        self,
+        views: Views,
+        training: Training | None = None,
+        *,
+        fabric: Fabric | None = None,
+        on_event: Callable[[Event], None] = _ignore,
+    ) -> None:
+        self.views = views
+        self.training = training or Training()
+        self.fabric = fabric or Fabric(accelerator="auto", devices=1)
+        self.on_event = on_event
+        self.queries = Queries(self.training.queries, self._query_table)
+
+    # -- a stream
+
+    def run(self, method: Method, stream: Stream) -> Result:
+        """Learn the stream's tasks in order, and after each measure all learned so far."""
+        count = len(stream.tasks)
+        nowhere = np.full((count, count), np.nan)
+        result = Result(nowhere, nowhere.copy(), [len(task.test) for task in stream.tasks])
+        if method.trains_on == "all":
+            result.losses.append(self.learn(method, _everything(stream.tasks), tasks=1))
+            self._measure(method, stream, count - 1, result)
+            return result
+        for task in stream.tasks:
+            past = stream.tasks[: task.index]
+            result.losses.append(self.learn(method, task, past=past, tasks=count))
+            self._measure(method, stream, task.index, result)
+        return result
+
+    def _measure(self, method: Method, stream: Stream, after: int, result: Result) -> None:
+        for task in stream.tasks[: after + 1]:
+            accuracies = self.evaluate(method, task.test, task.classes)
+            result.matrix[after, task.index], result.own_classes[after, task.index] = accuracies
+        row = tuple(float(value) for value in result.matrix[after, : after + 1])
+        self.on_event(Event("evaluation", after, len(stream.tasks), accuracies=row))
+
+    # -- a task
+
+    def learn(
+        self, method: Method, task: Task, *, past: Sequence[Task] = (), tasks: int = 0
+    ) -> list[float]:
+        """Learn one task and return the mean loss of each epoch.
+
+        Where the loss turns non-finite the method is left as it was before the task.
+        """
+        if not len(task.train):
+            raise EmptyTask(task.index)
+        self._place(method)
+        index = len(method.task_sizes)
+        self.on_event(Event("task", index, tasks or index + 1))
+        before = {name: tensor.clone() for name, tensor in method.learned_state().items()}
+        classes = tuple(sorted(task.classes))
+        labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
+        means = None
+        if method.wants_class_means(classes):
+            means = self._class_means(method, task.train, classes)
+        method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
+        losses: list[float] = []
+        try:
+            if method.closed_form:
+                table = self.queries.table(method, task.train)
+                method.fit(table, labels.to(table.device))
+            elif method.trainable_parameters():
+                losses = self._train(method, task.train, past, index, tasks or index + 1)
+        except NonFiniteLoss:
+            method.end_task()
+            method.load_learned_state(before)
+            raise
+        finally:
+            self.queries.forget(task.train)
+        method.end_task()
+        return losses
+
+    def _train(
+        self, method: Method, own: Samples, past: Sequence[Task], index: int, tasks: int
+    ) -> list[float]:
+        training = self.training
+        start = training.learning_rate or method.learning_rate
+        optimizer = torch.optim.Adam(
+            method.trainable_parameters(),
+            lr=start,
+            betas=training.betas,
+            weight_decay=training.weight_decay,
+        )
+        module, wrapped = self.fabric.setup(method, optimizer)
+        method.train()
+        losses = []
+        for epoch in range(training.epochs):
+            rate = learning_rate(training.schedule, start, epoch, training.epochs)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            samples = self._epoch_samples(method, own, past, index, epoch)
+            order = self._shuffled(len(samples), index, epoch)
+            shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in order]
+            key = Epoch(training.seed, index, epoch)
+            loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
+            sum_of_losses = 0.0
+            for step, (batch, whole) in enumerate(zip(loader, order, strict=True)):
+                wrapped.zero_grad()
+                loss = self._backward(method, module, self._on_device(batch), samples, len(whole))
+                if not math.isfinite(loss):
+                    raise NonFiniteLoss(index, epoch, step)
+                wrapped.step()
+                sum_of_losses += loss * len(whole)
+                progress = (index, tasks, epoch, training.epochs, step, len(order), loss, rate)
+                self.on_event(Event("step", *progress))
+            if not all(bool(p.isfinite().all()) for p in method.trainable_parameters()):
+                raise NonFiniteLoss(index, epoch, len(order) - 1)
+            losses.append(sum_of_losses / len(samples))
+            done = (index, tasks, epoch, training.epochs, len(order), len(order), losses[-1], rate)
+            self.on_event(Event("epoch", *done))
+        method.eval()
+        return losses
+
+    def _backward(
+        self, method: Method, module: _FabricModule, batch: Batch, samples: Samples, whole: int
+    ) -> float:
+        """Add the gradients of this process's share of a batch of `whole` images.
+
+        Processes average their gradients, so a share's sums count as many times as there are
+        processes; the penalty is the same everywhere and counts once.
+        """
+        processes = self.fabric.world_size
+        size = self.training.micro_batch or max(1, len(batch.labels))
+        parts = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+        value = torch.zeros((), device=self.fabric.device, dtype=torch.float64)
+        for number, part in enumerate(Batch(*tensors) for tensors in parts):
+            queries = self.queries.of(method, part, samples)
+            last = number == len(parts) - 1
+            with self.fabric.no_backward_sync(module, enabled=not last):
+                loss: Loss = module(part.images, part.labels, queries)
+                share = (loss.mean.sum() / whole + loss.total.sum()) * processes
+                if number == 0:
+                    share = share + loss.penalty
+                self.fabric.backward(share)
+            value += share.detach()
+        return float(self._reduced(value, "mean"))
+
+    def _epoch_samples(
+        self, method: Method, own: Samples, past: Sequence[Task], index: int, epoch: int
+    ) -> Samples:
+        """The task's images, and those of past tasks a method asks to see again."""
+        generator = keyed_generator(self.training.seed, index, epoch, "replay")
+        wanted = method.replay(len(own), generator).numpy()
+        again = [
+            past[number].train.subset(wanted[wanted[:, 0] == number, 1])
+            for number in sorted(set(wanted[:, 0].tolist()))
+        ]
+        return Samples.concat([own, *again]) if again else own
+
+    def _shuffled(self, count: int, index: int, epoch: int) -> list[list[int]]:
+        generator = keyed_generator(self.training.seed, index, epoch, "order")
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
+        size = self.training.batch_size
+        return [order[first : first + size] for first in range(0, count, size)]
+
+    # -- passes without training
+
+    @torch.inference_mode()
+    def evaluate(
+        self, method: Method, samples: Samples, classes: Iterable[int]
+    ) -> tuple[float, float]:
+        """Accuracy over all classes seen, and among `classes` only. NaN without images."""
+        self._place(method)
+        method.eval()
+        right = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
+        own = torch.tensor(sorted(classes), device=self.fabric.device)
+        for batch in self._pass_over(samples):
+            with self.fabric.autocast():
+                logits = method.logits(batch.images, self.queries.of(method, batch, samples))
+            right[0] += (logits.argmax(dim=1) == batch.labels).sum()
+            right[1] += (own[logits[:, own].argmax(dim=1)] == batch.labels).sum()
+        over_all, among_own = self._reduced(right, "sum").tolist()
+        if not len(samples):
+            return math.nan, math.nan
+        return over_all / len(samples), among_own / len(samples)
+
+    def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
+        def features(batch: Batch) -> Tensor:
+            return method.features(batch.images, self.queries.of(method, batch, samples))
+
+        table = self._table(samples, features)
+        labels = torch.from_numpy(np.asarray(samples.labels)).to(table.device)
+        rows = torch.searchsorted(torch.tensor(classes, device=table.device), labels)
+        sums = table.new_zeros(len(classes), table.shape[1]).index_add(0, rows, table)
+        counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
+        return sums / counts[:, None]
+
+    def _query_table(self, method: Method, samples: Samples) -> Tensor:
+        return self._table(samples, lambda batch: method.queries(batch.images))
+
+    @torch.no_grad()
+    def _table(self, samples: Samples, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """One row for each sample, in order, un-augmented, in every process."""
+        parts, places = [], []
+        for batch in self._pass_over(samples):
+            with self.fabric.autocast():
+                parts.append(compute(batch))
+            places.append(batch.positions)
+        own = torch.cat(parts)
+        table = own.new_zeros(len(samples), own.shape[1])
+        table[torch.cat(places)] = own
+        return self._reduced(table, "sum")
+
+    def _pass_over(self, samples: Samples) -> Iterable[Batch]:
+        """This process's share of all samples, un-augmented; an empty share is one empty batch."""
+        share = range(self.fabric.global_rank, len(samples), self.fabric.world_size)
+        size = self.training.micro_batch or self.training.batch_size
+        order = [list(share[first : first + size]) for first in range(0, len(share), size)]
+        loader = batches(samples, self.views, order or [[]], workers=self.training.workers)
+        return (self._on_device(batch) for batch in loader)
+
+    def _reduced(self, tensor: Tensor, how: str) -> Tensor:
+        """The sum or mean over processes."""
+        if self.fabric.world_size == 1:
+            return tensor
+        reduced = self.fabric.all_reduce(tensor, reduce_op=how)
+        assert isinstance(reduced, Tensor)
+        return reduced
+
+    def _place(self, method: Method) -> None:
+        method.to(self.fabric.device)
+        self.fabric.strategy.precision.convert_module(method)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        moved = Batch(*(self.fabric.to_device(tensor) for tensor in batch))
+        images = self.fabric.strategy.precision.convert_input(moved.images)
+        return moved._replace(images=images)
+
+
+def _everything(tasks: Sequence[Task]) -> Task:
+    """All tasks as one."""
+    return Task(
+        index=0,
+        classes=tuple(row for task in tasks for row in task.classes),
+        train=Samples.concat([task.train for task in tasks]),
+        test=Samples.concat([task.test for task in tasks]),
+        untrained=tuple(row for task in tasks for row in task.untrained),
+    )

@@ -1,0 +1,90 @@
+"""From samples to batches of tensors, the same for any number of workers and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from coda_prompt.data.images import Augmentation, test_view, training_view, view_generator
+from coda_prompt.data.stream import Samples
+from coda_prompt.pixels import Pixels
+from coda_prompt.seeding import keyed_generator
+
+
+@dataclass(frozen=True)
+class Views:
+    """How an image becomes a tensor, in training and in testing."""
+
+    pixels: Pixels
+    augmentation: Augmentation | None = field(default_factory=Augmentation)
+    """None: training sees what testing sees."""
+    resize: Literal["crop", "squash"] = "crop"
+    """Testing: centre crop of the resized image, or the whole image made square."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Keys the augmentation: the same image in the same epoch is seen the same way."""
+
+    seed: int
+    task: int
+    epoch: int
+
+
+class Batch(NamedTuple):
+    images: Tensor
+    """B x C x H x W."""
+    labels: Tensor
+    positions: Tensor
+    """Where each image stands among the samples."""
+
+
+class _Views(Dataset[Any]):
+    def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
+        self.samples, self.views, self.epoch = samples, views, epoch
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int, int]:
+        image, views, epoch = self.samples.image(position), self.views, self.epoch
+        if epoch is None or views.augmentation is None:
+            view = test_view(image, views.pixels, views.resize)
+        else:
+            random = view_generator(epoch.seed, epoch.task, epoch.epoch, position)
+            view = training_view(image, views.pixels, views.augmentation, random)
+        return view, int(self.samples.labels[position]), position
+
+    def collate(self, items: Sequence[tuple[Tensor, int, int]]) -> Batch:
+        if not items:  # this process has no share of a small batch
+            pixels = self.views.pixels
+            empty = torch.zeros(0, dtype=torch.int64)
+            return Batch(torch.zeros(0, pixels.channels, pixels.size, pixels.size), empty, empty)
+        images, labels, positions = zip(*items, strict=True)
+        return Batch(torch.stack(images), torch.tensor(labels), torch.tensor(positions))
+
+
+def batches(
+    samples: Samples,
+    views: Views,
+    order: list[list[int]],
+    *,
+    epoch: Epoch | None = None,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """One batch for each list of positions in `order`; augmented where an epoch is given."""
+    dataset = _Views(samples, views, epoch)
+    loader: DataLoader[Batch] = DataLoader(
+        dataset,
+        batch_sampler=order,
+        collate_fn=dataset.collate,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=keyed_generator(0, "workers"),
+    )
+    return iter(loader)

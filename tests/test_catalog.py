@@ -1,0 +1,822 @@
+"""Backbones by name or path: what is accepted, what is refused, and what the hub may not change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError, dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from coda_prompt import errors
+from coda_prompt.model.catalog import (
+    CATALOG,
+    LoadedBackbone,
+    load_backbone,
+    load_weights,
+    read_weights,
+    write_weights,
+)
+from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
+from coda_prompt.pixels import Pixels
+
+Shapes = dict[str, tuple[int, ...]]
+
+# timm's keys and shapes, written down by hand: DeiT-Tiny in full for one block, then by width.
+VIT_TINY_BLOCK: Shapes = {
+    "norm1.weight": (192,),
+    "norm1.bias": (192,),
+    "attn.qkv.weight": (576, 192),
+    "attn.qkv.bias": (576,),
+    "attn.proj.weight": (192, 192),
+    "attn.proj.bias": (192,),
+    "norm2.weight": (192,),
+    "norm2.bias": (192,),
+    "mlp.fc1.weight": (768, 192),
+    "mlp.fc1.bias": (768,),
+    "mlp.fc2.weight": (192, 768),
+    "mlp.fc2.bias": (192,),
+}
+DINOV2_SMALL_BLOCK: Shapes = {
+    "norm1.weight": (384,),
+    "norm1.bias": (384,),
+    "attn.qkv.weight": (1152, 384),
+    "attn.qkv.bias": (1152,),
+    "attn.proj.weight": (384, 384),
+    "attn.proj.bias": (384,),
+    "ls1.gamma": (384,),
+    "norm2.weight": (384,),
+    "norm2.bias": (384,),
+    "mlp.fc1.weight": (1536, 384),
+    "mlp.fc1.bias": (1536,),
+    "mlp.fc2.weight": (384, 1536),
+    "mlp.fc2.bias": (384,),
+    "ls2.gamma": (384,),
+}
+VIT_BASE_BLOCK: Shapes = {
+    "norm1.weight": (768,),
+    "norm1.bias": (768,),
+    "attn.qkv.weight": (2304, 768),
+    "attn.qkv.bias": (2304,),
+    "attn.proj.weight": (768, 768),
+    "attn.proj.bias": (768,),
+    "norm2.weight": (768,),
+    "norm2.bias": (768,),
+    "mlp.fc1.weight": (3072, 768),
+    "mlp.fc1.bias": (3072,),
+    "mlp.fc2.weight": (768, 3072),
+    "mlp.fc2.bias": (768,),
+}
+
+
+def twelve(block: Shapes) -> Shapes:
+    return {f"blocks.{index}.{name}": shape for index in range(12) for name, shape in block.items()}
+
+
+DEIT_TINY: Shapes = {
+    "cls_token": (1, 1, 192),
+    "pos_embed": (1, 197, 192),
+    "patch_embed.proj.weight": (192, 3, 16, 16),
+    "patch_embed.proj.bias": (192,),
+    **twelve(VIT_TINY_BLOCK),
+    "norm.weight": (192,),
+    "norm.bias": (192,),
+    "head.weight": (1000, 192),
+    "head.bias": (1000,),
+}
+MAE_BASE: Shapes = {
+    "cls_token": (1, 1, 768),
+    "pos_embed": (1, 197, 768),
+    "patch_embed.proj.weight": (768, 3, 16, 16),
+    "patch_embed.proj.bias": (768,),
+    **twelve(VIT_BASE_BLOCK),
+    "norm.weight": (768,),
+    "norm.bias": (768,),
+}
+VIT_BASE: Shapes = {**MAE_BASE, "head.weight": (1000, 768), "head.bias": (1000,)}
+DINOV2_SMALL: Shapes = {
+    "cls_token": (1, 1, 384),
+    "pos_embed": (1, 1370, 384),
+    "patch_embed.proj.weight": (384, 3, 14, 14),
+    "patch_embed.proj.bias": (384,),
+    **twelve(DINOV2_SMALL_BLOCK),
+    "norm.weight": (384,),
+    "norm.bias": (384,),
+}
+DINOV2_SMALL_REGISTERS: Shapes = {
+    **DINOV2_SMALL,
+    "reg_token": (1, 4, 384),
+    "pos_embed": (1, 1369, 384),
+}
+DINOV2_SMALL_REGISTERS_ORIGINAL: Shapes = {
+    **DINOV2_SMALL,
+    "register_tokens": (1, 4, 384),
+    "mask_token": (1, 384),
+}
+LAYOUTS = {
+    "vit-b16-in1k": VIT_BASE,
+    "vit-b16-in21k": {**MAE_BASE, "head.weight": (21843, 768), "head.bias": (21843,)},
+    "deit-tiny": DEIT_TINY,
+    "dino-b16": MAE_BASE,
+    "dinov2-s14": DINOV2_SMALL,
+    "dinov2-s14-reg": DINOV2_SMALL_REGISTERS,
+    "mae-b16": MAE_BASE,
+}
+
+SMALL_CONFIG = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=1, mlp_width=96)
+
+
+def zeros(shapes: Shapes, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def noise(shapes: Shapes, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def small_vit(config: ViTConfig = SMALL_CONFIG) -> ViT:
+    return ViT(config).initialise(torch.Generator().manual_seed(0)).requires_grad_(False).eval()
+
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
+    """Writes tensors to a safetensors file; removed at once, since ViT-B is large."""
+    written: list[Path] = []
+
+    def write(tensors: dict[str, Tensor], name: str = "given.safetensors") -> Path:
+        written.append(tmp_path / name)
+        save_file(tensors, written[-1])
+        return written[-1]
+
+    yield write
+    for path in written:
+        path.unlink(missing_ok=True)
+
+
+# The catalogue
+
+
+def test_the_catalogue_names_the_backbones_of_the_issue_and_cannot_be_changed() -> None:
+    assert {
+        "pocket",
+        "vit-b16-in1k",
+        "vit-b16-in21k",
+        "deit-tiny",
+        "deit-small",
+        "dino-s16",
+        "dino-b16",
+        "dinov2-s14",
+        "dinov2-s14-reg",
+        "mae-b16",
+    } <= CATALOG.keys()
+    assert all(name == backbone.name for name, backbone in CATALOG.items())
+    with pytest.raises(TypeError):
+        CATALOG["mine"] = CATALOG["pocket"]  # type: ignore[index]
+    with pytest.raises(FrozenInstanceError):
+        CATALOG["pocket"].name = "mine"  # type: ignore[misc]
+
+
+def test_the_papers_backbone_is_the_full_timm_name_with_mean_and_std_of_one_half() -> None:
+    backbone = CATALOG["vit-b16-in1k"]
+    assert backbone.repository == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
+    assert backbone.pixels == Pixels(224, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic")
+    assert backbone.config == ViTConfig()
+
+
+def test_backbones_by_facebook_expect_the_mean_and_std_of_imagenet() -> None:
+    imagenet = Pixels(224, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic")
+    for name, backbone in CATALOG.items():
+        if name.startswith(("deit", "dino", "mae")):
+            assert backbone.pixels == imagenet
+
+
+def test_an_unknown_name_is_an_error_that_suggests_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(errors.UnknownName, match="Did you mean 'dinov2-s14'"):
+        load_backbone("dino2-s14", cache=tmp_path)
+
+
+def test_the_catalogue_agrees_with_timm() -> None:
+    try:
+        import timm
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
+    for backbone in CATALOG.values():
+        if backbone.repository is None:
+            continue
+        assert backbone.config is not None
+        assert backbone.pixels is not None
+        name = backbone.repository.removeprefix("timm/")
+        declared = timm.get_pretrained_cfg(name)
+        assert declared.hf_hub_id == backbone.repository
+        assert declared.mean == backbone.pixels.mean
+        assert declared.std == backbone.pixels.std
+        assert declared.interpolation == backbone.pixels.interpolation
+        with torch.device("meta"):
+            theirs = timm.create_model(name, img_size=224, num_classes=0)
+            ours = ViT(backbone.config)
+        assert theirs.blocks[0].attn.num_heads == backbone.config.heads
+        assert theirs.norm.eps == backbone.config.norm_eps
+        shapes = {key: tensor.shape for key, tensor in theirs.state_dict().items()}
+        assert shapes == {key: tensor.shape for key, tensor in ours.state_dict().items()}
+        if name_of_layout := LAYOUTS.get(backbone.name):
+            assert shapes.keys() == {key for key in name_of_layout if not key.startswith("head.")}
+
+
+# Files with timm's layout
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_with_timms_keys_loads_with_nothing_left_over(
+    name: str, checkpoint: Checkpoint
+) -> None:
+    path = checkpoint(zeros(LAYOUTS[name], torch.float16))
+    loaded = load_backbone(str(path), like=name)
+    assert loaded.vit.config == CATALOG[name].config
+    assert loaded.pixels == CATALOG[name].pixels
+    assert not loaded.vit.training
+    for parameter in loaded.vit.parameters():
+        assert not parameter.requires_grad
+        assert parameter.dtype == torch.float32
+        assert not parameter.any()
+
+
+def test_every_weight_of_a_file_arrives_under_its_own_name(checkpoint: Checkpoint) -> None:
+    tensors = noise(DEIT_TINY)
+    loaded = load_backbone(str(checkpoint(tensors)), like="deit-tiny")
+    weights = loaded.vit.state_dict()
+    assert weights.keys() == tensors.keys() - {"head.weight", "head.bias"}
+    assert all(torch.equal(weights[name], tensors[name]) for name in weights)
+
+
+def test_a_classifier_head_is_left_out_and_named_in_the_log(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads = {"head_dist.weight": (1000, 192), "head_dist.bias": (1000,)}
+    path = checkpoint(zeros({**DEIT_TINY, **heads}))
+    with caplog.at_level(logging.INFO, "coda_prompt"):
+        load_backbone(str(path), like="deit-tiny")
+    for key in ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"):
+        assert key in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_file_in_half_precision_becomes_float32(
+    dtype: torch.dtype, checkpoint: Checkpoint
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in noise(DEIT_TINY).items()}
+    weights = load_backbone(str(checkpoint(tensors)), like="deit-tiny").vit.state_dict()
+    for name, weight in weights.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, tensors[name].float())
+
+
+def test_dinov2_positions_are_resampled_from_37_to_16(checkpoint: Checkpoint) -> None:
+    tensors = noise(DINOV2_SMALL)
+    loaded = load_backbone(str(checkpoint(tensors)), like="dinov2-s14")
+    position = loaded.vit.pos_embed
+    assert position.shape == (1, 1 + 16 * 16, 384)
+    assert torch.equal(position[:, :1], tensors["pos_embed"][:, :1])
+    assert torch.equal(position, resize_positions(tensors["pos_embed"], loaded.vit.config))
+    assert torch.equal(loaded.vit.blocks[3].ls2.gamma, tensors["blocks.3.ls2.gamma"])
+    assert loaded.vit.features(torch.rand(1, 3, 224, 224)).shape == (1, 384)
+
+
+def test_dinov2s_own_file_with_registers_gives_the_features_of_timms(
+    checkpoint: Checkpoint,
+) -> None:
+    original = noise(DINOV2_SMALL_REGISTERS_ORIGINAL)
+    converted = {
+        name: tensor
+        for name, tensor in original.items()
+        if name not in ("mask_token", "register_tokens")
+    }
+    converted["reg_token"] = original["register_tokens"]
+    converted["cls_token"] = original["cls_token"] + original["pos_embed"][:, :1]
+    converted["pos_embed"] = original["pos_embed"][:, 1:]
+
+    ours = load_backbone(str(checkpoint(original, "own.safetensors")), like="dinov2-s14-reg")
+    timms = load_backbone(str(checkpoint(converted, "timm.safetensors")), like="dinov2-s14-reg")
+    assert ours.vit.fingerprint() == timms.vit.fingerprint()
+    assert torch.equal(ours.vit.reg_token, original["register_tokens"])  # type: ignore[arg-type]
+
+
+def test_dinov2s_own_file_without_registers_loses_only_its_mask_token(
+    checkpoint: Checkpoint,
+) -> None:
+    path = checkpoint(zeros({**DINOV2_SMALL, "mask_token": (1, 384)}))
+    assert load_backbone(str(path), like="dinov2-s14").vit.config.registers == 0
+
+
+# Files that do not fit
+
+
+def edited(**changes: tuple[int, ...] | None) -> dict[str, Tensor]:
+    shapes = {**DEIT_TINY, **changes}
+    return zeros({name: shape for name, shape in shapes.items() if shape is not None})
+
+
+def test_one_missing_key_is_named(checkpoint: Checkpoint) -> None:
+    path = checkpoint(edited(**{"blocks.7.attn.proj.bias": None}))
+    with pytest.raises(errors.KeyMismatch, match=r"missing blocks\.7\.attn\.proj\.bias\."):
+        load_backbone(str(path), like="deit-tiny")
+
+
+def test_one_extra_key_is_named(checkpoint: Checkpoint) -> None:
+    path = checkpoint(edited(**{"blocks.3.attn.q_norm.weight": (64,)}))
+    with pytest.raises(errors.KeyMismatch, match=r"unexpected blocks\.3\.attn\.q_norm\.weight\."):
+        load_backbone(str(path), like="deit-tiny")
+
+
+def test_the_decoder_of_a_masked_autoencoder_is_not_accepted(checkpoint: Checkpoint) -> None:
+    path = checkpoint(edited(mask_token=(1, 1, 512), **{"decoder_embed.weight": (512, 192)}))
+    with pytest.raises(errors.KeyMismatch, match=r"unexpected decoder_embed\.weight\."):
+        load_backbone(str(path), like="deit-tiny")
+
+
+def test_registers_are_not_dropped_where_the_architecture_has_none(checkpoint: Checkpoint) -> None:
+    path = checkpoint(zeros(DINOV2_SMALL_REGISTERS_ORIGINAL))
+    with pytest.raises(errors.KeyMismatch, match=r"unexpected register_tokens\."):
+        load_backbone(str(path), like="dinov2-s14")
+
+
+def test_a_wrong_shape_names_the_key_and_both_shapes(checkpoint: Checkpoint) -> None:
+    path = checkpoint(edited(**{"blocks.0.mlp.fc1.weight": (700, 192)}))
+    with pytest.raises(errors.ShapeMismatch) as caught:
+        load_backbone(str(path), like="deit-tiny")
+    for fact in ("blocks.0.mlp.fc1.weight", "(700, 192)", "(768, 192)", str(path)):
+        assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 198, 192), (1, 196, 192), (1, 1, 192), (1, 197, 64), (197, 192), (0,)]
+)
+def test_positions_that_fit_no_square_grid_are_a_wrong_shape(
+    shape: tuple[int, ...], checkpoint: Checkpoint
+) -> None:
+    path = checkpoint(edited(pos_embed=shape))
+    with pytest.raises(errors.ShapeMismatch, match="pos_embed"):
+        load_backbone(str(path), like="deit-tiny")
+
+
+def test_weights_that_are_not_floating_point_are_refused(checkpoint: Checkpoint) -> None:
+    tensors = zeros(DEIT_TINY) | {"norm.bias": torch.zeros(192, dtype=torch.int8)}
+    with pytest.raises(errors.CorruptFile, match=r"norm\.bias.*int8"):
+        load_backbone(str(checkpoint(tensors)), like="deit-tiny")
+
+
+def test_a_truncated_file_is_corrupt(checkpoint: Checkpoint) -> None:
+    path = checkpoint(zeros(DEIT_TINY))
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(errors.CorruptFile, match="not a whole safetensors file"):
+        load_backbone(str(path), like="deit-tiny")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage" * 99, b"PK\x03\x04" + b"\x00" * 999])
+def test_a_file_of_another_kind_is_corrupt(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    path.write_bytes(content)
+    with pytest.raises(errors.CorruptFile, match=r"weights\.pth"):
+        load_backbone(str(path))
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "."])
+def test_a_path_without_a_file_is_missing_data(name: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.MissingData, match="there is no such file"):
+        load_backbone(str(tmp_path / name))
+
+
+# Files that say what they are, and files that do not
+
+
+def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
+    config = ViTConfig(
+        image_size=28, patch_size=4, channels=1, width=24, depth=2, heads=3, mlp_width=48, stem=(8,)
+    )
+    pixels = Pixels(28, 1, (0.1,), (0.3,), "bilinear")
+    vit, path = small_vit(config), tmp_path / "own.safetensors"
+    write_weights(path, vit, pixels)
+
+    loaded = load_backbone(str(path))
+    assert (loaded.vit.config, loaded.pixels) == (config, pixels)
+    assert loaded.vit.fingerprint() == vit.fingerprint()
+    assert loaded.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert loaded.name == str(path)
+    assert loaded.revision is None
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_file_says_goes_before_like(tmp_path: Path) -> None:
+    path = tmp_path / "own.safetensors"
+    write_weights(path, small_vit(), Pixels(32))
+    loaded = load_backbone(str(path), like="vit-b16-in1k")
+    assert (loaded.vit.config, loaded.pixels) == (SMALL_CONFIG, Pixels(32))
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.safetensors"
+    path.write_bytes(b"old")
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        write_weights(path, small_vit(), Pixels(32))
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_weights_can_be_read_into_a_vit_that_exists(tmp_path: Path) -> None:
+    path, vit = tmp_path / "own.safetensors", small_vit()
+    write_weights(path, vit, Pixels(32))
+    other = ViT(SMALL_CONFIG)
+    before = other.cls_token
+    load_weights(other, path)
+    assert other.cls_token is before
+    assert other.fingerprint() == vit.fingerprint()
+    assert read_weights(path, SMALL_CONFIG).keys() == vit.state_dict().keys()
+
+
+def test_a_loaded_backbone_does_not_change_with_its_file(checkpoint: Checkpoint) -> None:
+    path = checkpoint(noise(DEIT_TINY))
+    loaded = load_backbone(str(path), like="deit-tiny")
+    before = loaded.vit.fingerprint()
+    with open(path, "r+b") as file:
+        file.seek(-4_000_000, os.SEEK_END)
+        file.write(b"\x01" * 4_000_000)
+    assert loaded.vit.fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    ("metadata", "fact"),
+    [
+        ({"vit": "{"}, "not JSON"),
+        ({"vit": "[1]"}, "state no ViTConfig"),
+        ({"vit": '{"widht": 64}'}, "widht"),
+        ({"vit": '{"width": "64"}'}, "width = '64'"),
+        ({"pixels": '{"mean": 0.5}'}, "mean = 0.5"),
+    ],
+)
+def test_metadata_that_describe_no_backbone_are_corrupt(
+    metadata: dict[str, str], fact: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.safetensors"
+    path.write_bytes(save(small_vit().state_dict(), metadata))
+    with pytest.raises(errors.CorruptFile, match=fact):
+        load_backbone(str(path))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config"),
+    [
+        pytest.param(
+            DEIT_TINY, ViTConfig(width=192, heads=3, mlp_width=768), id="plain, with a head"
+        ),
+        pytest.param(
+            DINOV2_SMALL_REGISTERS,
+            ViTConfig(
+                image_size=518,
+                patch_size=14,
+                width=384,
+                heads=6,
+                mlp_width=1536,
+                registers=4,
+                layer_scale=True,
+                position_for_class=False,
+            ),
+            id="registers and LayerScale",
+        ),
+        pytest.param(
+            DINOV2_SMALL_REGISTERS_ORIGINAL,
+            ViTConfig(
+                image_size=518,
+                patch_size=14,
+                width=384,
+                heads=6,
+                mlp_width=1536,
+                registers=4,
+                layer_scale=True,
+            ),
+            id="DINOv2's own names",
+        ),
+    ],
+)
+def test_the_architecture_of_a_silent_file_is_inferred_and_said(
+    shapes: Shapes, config: ViTConfig, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint(zeros(shapes))
+    loaded = load_backbone(str(path))
+    assert loaded.vit.config == config
+    assert loaded.pixels == Pixels(config.image_size, 3, (0.5,) * 3, (0.5,) * 3)
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert any("width" in warning and str(path) in warning for warning in warnings)
+    assert any("mean 0.5, std 0.5" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"pos_embed": None}, "no 'pos_embed'"),
+        ({"pos_embed": (1, 198, 192)}, "198 position rows"),
+        ({"patch_embed.proj.weight": (200, 3, 16, 16)}, "width 200"),
+        ({"patch_embed.proj.weight": (192, 768)}, "no 'patch_embed.proj.weight' of 4 axes"),
+    ],
+)
+def test_a_file_whose_architecture_cannot_be_told_asks_for_a_named_one(
+    changes: dict[str, tuple[int, ...] | None], fact: str, checkpoint: Checkpoint
+) -> None:
+    with pytest.raises(errors.UnknownArchitecture, match=fact) as caught:
+        load_backbone(str(checkpoint(edited(**changes))))
+    assert "Say which named backbone" in str(caught.value)
+
+
+def test_like_must_be_a_known_name_and_goes_with_a_path_only(checkpoint: Checkpoint) -> None:
+    with pytest.raises(errors.UnknownName, match="Did you mean 'deit-tiny'"):
+        load_backbone(str(checkpoint(zeros(DEIT_TINY))), like="deit-tin")
+    with pytest.raises(errors.BadOption, match="like"):
+        load_backbone("pocket", like="deit-tiny")
+
+
+def test_the_embedded_backbone_needs_no_network_and_says_what_it_is() -> None:
+    asset = resources.files("coda_prompt") / "assets" / "pocket-vit.safetensors"
+    if not asset.is_file():
+        pytest.skip("the embedded backbone has not been made yet")
+    loaded = load_backbone("pocket", endpoint="http://127.0.0.1:9")
+    assert loaded.revision is None
+    assert loaded.vit.config.image_size == loaded.pixels.size
+    images = torch.rand(2, loaded.pixels.channels, loaded.pixels.size, loaded.pixels.size)
+    assert loaded.vit.features(images).shape == (2, loaded.vit.config.width)
+
+
+# The hub, played by a server on the loopback interface
+
+REPOSITORY = "timm/deit_tiny_patch16_224.fb_in1k"
+FOLDER = "models--timm--deit_tiny_patch16_224.fb_in1k"
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@dataclass
+class Hub:
+    """Files by commit, the commit `main` stands for, and what was asked for."""
+
+    endpoint: str = ""
+    main: str = FIRST
+    commits: dict[str, bytes] = field(default_factory=dict)
+    declared_sha256: str | None = None
+    requests: list[str] = field(default_factory=list)
+
+    def answer(self, request: str) -> tuple[int, dict[str, str], bytes]:
+        self.requests.append(request)
+        repository, _, rest = request.split(" ")[1].removeprefix("/").partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        commit = self.main if revision == "main" else revision
+        if (repository, file) != (REPOSITORY, "model.safetensors"):
+            return 404, {"X-Error-Code": "RepoNotFound"}, b""
+        if commit not in self.commits:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        content = self.commits[commit]
+        sha256 = self.declared_sha256 or hashlib.sha256(content).hexdigest()
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{sha256}"'}, content
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between the client's retries
+    state = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def respond(self) -> None:
+            status, headers, content = state.answer(f"{self.command} {self.path}")
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET = respond  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def contents() -> tuple[bytes, bytes]:
+    """Two versions of the weights of DeiT-Tiny, in half precision."""
+    first, second = (
+        save({name: tensor.half() for name, tensor in noise(DEIT_TINY, seed).items()})
+        for seed in (1, 2)
+    )
+    return first, second
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def use(hub: Hub, cache: Path) -> LoadedBackbone:
+    return load_backbone("deit-tiny", cache=cache, endpoint=hub.endpoint)
+
+
+def nobody(hub: Hub) -> Hub:
+    """A hub that cannot be reached."""
+    return Hub(endpoint="http://127.0.0.1:9")
+
+
+def record_of(cache: Path) -> Any:
+    return json.loads((cache / "coda-prompt-backbones.json").read_text())
+
+
+def test_a_first_use_downloads_the_file_and_records_commit_and_hash(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    loaded = use(hub, tmp_path)
+    assert loaded.name == "deit-tiny"
+    assert loaded.revision == FIRST
+    assert loaded.sha256 == sha256(contents[0])
+    assert record_of(tmp_path) == {
+        f"{REPOSITORY}/model.safetensors": {"revision": FIRST, "sha256": sha256(contents[0])}
+    }
+    assert f"GET /{REPOSITORY}/resolve/main/model.safetensors" in hub.requests
+    expected = noise(DEIT_TINY, 1)["blocks.5.mlp.fc1.weight"].half().float()
+    assert torch.equal(loaded.vit.blocks[5].mlp.fc1.weight, expected)
+
+
+def test_a_second_use_needs_no_network(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    first = use(hub, tmp_path)
+    hub.requests.clear()
+    again, offline = use(hub, tmp_path), use(nobody(hub), tmp_path)
+    assert hub.requests == []
+    assert again.vit.fingerprint() == offline.vit.fingerprint() == first.vit.fingerprint()
+    assert offline.revision == FIRST
+
+
+def test_a_cached_file_that_was_never_used_here_works_offline_and_is_recorded(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    use(hub, tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere" / FOLDER, tmp_path / "here" / FOLDER, symlinks=True)
+    assert use(nobody(hub), tmp_path / "here").revision == FIRST
+    assert record_of(tmp_path / "here") == record_of(tmp_path / "elsewhere")
+
+
+def test_a_new_commit_on_the_hub_does_not_change_what_is_used(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    use(hub, tmp_path)
+    hub.commits[SECOND], hub.main = contents[1], SECOND
+    shutil.rmtree(tmp_path / FOLDER)
+    hub.requests.clear()
+    loaded = use(hub, tmp_path)
+    assert (loaded.revision, loaded.sha256) == (FIRST, sha256(contents[0]))
+    assert {request.split("/resolve/")[1] for request in hub.requests} == {
+        f"{FIRST}/model.safetensors"
+    }
+
+
+def test_other_content_under_the_recorded_commit_is_refused(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    use(hub, tmp_path)
+    hub.commits[FIRST] = contents[1]
+    shutil.rmtree(tmp_path / FOLDER)
+    with pytest.raises(errors.HashMismatch) as caught:
+        use(hub, tmp_path)
+    for fact in (
+        sha256(contents[0])[:16],
+        sha256(contents[1])[:16],
+        str(tmp_path / FOLDER),
+        "coda-prompt-backbones.json",
+        f"{REPOSITORY}/model.safetensors",
+    ):
+        assert fact in str(caught.value)
+
+
+def test_a_cached_file_that_was_tampered_with_is_refused(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    use(hub, tmp_path)
+    cached = tmp_path / FOLDER / "snapshots" / FIRST / "model.safetensors"
+    cached.resolve().write_bytes(contents[1])
+    with pytest.raises(errors.HashMismatch, match=f"delete {tmp_path / FOLDER}"):
+        use(hub, tmp_path)
+    # The same where the file system has no links, so that only the record knows better.
+    cached.unlink()
+    cached.write_bytes(contents[1])
+    with pytest.raises(errors.HashMismatch, match="not the file first used"):
+        use(hub, tmp_path)
+
+
+def test_a_download_that_is_not_what_the_hub_declared_is_not_recorded(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits, hub.declared_sha256 = {FIRST: contents[0]}, sha256(contents[1])
+    with pytest.raises(errors.HashMismatch, match="The download is damaged"):
+        use(hub, tmp_path)
+    assert not (tmp_path / "coda-prompt-backbones.json").exists()
+
+
+def test_without_a_hub_the_error_names_the_file_its_place_and_the_embedded_one(
+    hub: Hub, tmp_path: Path
+) -> None:
+    with pytest.raises(errors.BackboneUnavailable) as caught:
+        use(nobody(hub), tmp_path)
+    for fact in (
+        "deit-tiny",
+        f"http://127.0.0.1:9/{REPOSITORY}/resolve/main/model.safetensors",
+        str(tmp_path / FOLDER),
+        "'pocket'",
+    ):
+        assert fact in str(caught.value)
+    assert not (tmp_path / "coda-prompt-backbones.json").exists()
+
+
+def test_a_recorded_commit_that_is_gone_from_the_hub_says_how_to_give_it_up(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    use(hub, tmp_path)
+    hub.commits, hub.main = {SECOND: contents[1]}, SECOND
+    shutil.rmtree(tmp_path / FOLDER)
+    with pytest.raises(errors.BackboneUnavailable, match="remove its entry from") as caught:
+        use(hub, tmp_path)
+    assert f"/resolve/{FIRST}/" in str(caught.value)
+
+
+def test_other_entries_of_the_record_are_kept(
+    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+    other = {"revision": SECOND, "sha256": "ab" * 32}
+    record = tmp_path / "coda-prompt-backbones.json"
+    record.write_text(json.dumps({"timm/other/model.safetensors": other}))
+    use(hub, tmp_path)
+    entries = record_of(tmp_path)
+    assert entries["timm/other/model.safetensors"] == other
+    assert len(entries) == 2
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', '{"a": {"revision": "x"}}'])
+def test_a_damaged_record_is_an_error_that_names_it(content: str, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "coda-prompt-backbones.json").write_text(content)
+    with pytest.raises(errors.CorruptFile, match=r"coda-prompt-backbones\.json.*pinned anew"):
+        use(hub, tmp_path)
+    assert hub.requests == []
+
+
+def test_a_record_that_cannot_be_written_is_said_and_the_backbone_still_loads(
+    hub: Hub,
+    contents: tuple[bytes, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hub.commits = {FIRST: contents[0]}
+
+    def read_only(*_: object) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr("coda_prompt.model.hub.replacing", read_only)
+    assert use(hub, tmp_path).revision == FIRST
+    assert "is not pinned" in caplog.text

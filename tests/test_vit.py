@@ -1,0 +1,352 @@
+"""The ViT against a naive one, the released code's numbers and, where it is there, timm."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from coda_prompt.model.vit import Prefixes, ViT, ViTConfig, resize_positions
+
+GOLDEN = Path(__file__).parent / "golden" / "released.safetensors"
+
+PLAIN = ViTConfig(image_size=12, patch_size=4, width=16, depth=3, heads=2, mlp_width=24)
+REGISTERS = ViTConfig(
+    image_size=12,
+    patch_size=4,
+    width=16,
+    depth=3,
+    heads=4,
+    mlp_width=24,
+    registers=2,
+    layer_scale=True,
+    position_for_class=False,
+)
+REGISTERS_AND_CLASS_POSITION = ViTConfig(
+    image_size=12, patch_size=4, width=16, depth=2, heads=2, mlp_width=24, registers=3
+)
+ONE_CHANNEL_STEM = ViTConfig(
+    image_size=16, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=24, stem=(8,)
+)
+ARCHITECTURES = [
+    pytest.param(PLAIN, id="plain"),
+    pytest.param(REGISTERS, id="registers, LayerScale, no class position"),
+    pytest.param(REGISTERS_AND_CLASS_POSITION, id="registers, class position"),
+    pytest.param(ONE_CHANNEL_STEM, id="convolutional stem"),
+]
+
+
+def random_vit(config: ViTConfig, seed: int = 0) -> ViT:
+    """A ViT in which every parameter matters: none is left at zero or one."""
+    generator = torch.Generator().manual_seed(seed)
+    vit = ViT(config)
+    for name, parameter in vit.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5
+        centre = 1.0 if name.endswith(("norm1.weight", "norm2.weight", "norm.weight")) else 0.0
+        parameter.data = centre + scale * noise
+    return vit.requires_grad_(False).eval()
+
+
+def random_images(config: ViTConfig, count: int = 2) -> Tensor:
+    size = (count, config.channels, config.image_size, config.image_size)
+    return torch.rand(size, generator=torch.Generator().manual_seed(1))
+
+
+def random_prefixes(
+    config: ViTConfig, blocks: list[int], batch: int = 2, rows: int = 3
+) -> dict[int, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+
+    def leaf() -> Tensor:
+        return torch.randn(batch, rows, config.width, generator=generator).requires_grad_()
+
+    return {block: (leaf(), leaf()) for block in blocks}
+
+
+def naive_features(vit: ViT, images: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+    """All tokens through all blocks, one image, head and query at a time."""
+    config, weights = vit.config, vit.state_dict()
+
+    def norm(tokens: Tensor, name: str) -> Tensor:
+        mean = tokens.mean(dim=-1, keepdim=True)
+        variance = (tokens - mean).square().mean(dim=-1, keepdim=True)
+        unit = (tokens - mean) / torch.sqrt(variance + config.norm_eps)
+        return unit * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(tokens: Tensor, name: str) -> Tensor:
+        return tokens @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def gelu(values: Tensor) -> Tensor:
+        return values * 0.5 * (1 + torch.erf(values / math.sqrt(2)))
+
+    def scaled(tokens: Tensor, name: str) -> Tensor:
+        return tokens * weights[f"{name}.gamma"] if config.layer_scale else tokens
+
+    def attend(tokens: Tensor, block: int, image: int) -> Tensor:
+        query, key, value = linear(tokens, f"blocks.{block}.attn.qkv").split(config.width, dim=-1)
+        if prefixes is not None and block in prefixes:
+            key = torch.cat([prefixes[block][0][image], key])
+            value = torch.cat([prefixes[block][1][image], value])
+        channels = config.width // config.heads
+        rows = []
+        for token in range(len(tokens)):
+            heads = []
+            for head in range(config.heads):
+                own = slice(head * channels, (head + 1) * channels)
+                scores = torch.stack([query[token, own] @ row[own] for row in key])
+                exponentials = torch.exp(scores / math.sqrt(channels))
+                shares = exponentials / exponentials.sum()
+                heads.append(
+                    sum(
+                        (share * row[own] for share, row in zip(shares, value, strict=True)),
+                        torch.zeros(channels),
+                    )
+                )
+            rows.append(torch.cat(heads))
+        return linear(torch.stack(rows), f"blocks.{block}.attn.proj")
+
+    def patches(image: Tensor) -> Tensor:
+        if config.stem:
+            maps = image[None]
+            for index in range(len(config.stem) + 1):
+                name = f"patch_embed.convs.{index}"
+                maps = gelu(maps) if index else maps
+                maps = torch.nn.functional.conv2d(
+                    maps, weights[f"{name}.weight"], weights[f"{name}.bias"], stride=2, padding=1
+                )
+            return torch.stack(
+                [maps[0, :, y, x] for y in range(config.grid) for x in range(config.grid)]
+            )
+        kernel = weights["patch_embed.proj.weight"].flatten(1)
+        size = config.patch_size
+        return torch.stack(
+            [
+                kernel @ image[:, y : y + size, x : x + size].flatten()
+                + weights["patch_embed.proj.bias"]
+                for y in range(0, config.image_size, size)
+                for x in range(0, config.image_size, size)
+            ]
+        )
+
+    def feature(image: int) -> Tensor:
+        position = weights["pos_embed"][0]
+        class_token = weights["cls_token"][0]
+        if config.position_for_class:
+            class_token, position = class_token + position[:1], position[1:]
+        registers = [weights["reg_token"][0]] if config.registers else []
+        tokens = torch.cat([class_token, *registers, patches(images[image]) + position])
+        for block in range(config.depth):
+            name = f"blocks.{block}"
+            attended = attend(norm(tokens, f"{name}.norm1"), block, image)
+            tokens = tokens + scaled(attended, f"{name}.ls1")
+            hidden = gelu(linear(norm(tokens, f"{name}.norm2"), f"{name}.mlp.fc1"))
+            tokens = tokens + scaled(linear(hidden, f"{name}.mlp.fc2"), f"{name}.ls2")
+        return norm(tokens, "norm")[0]
+
+    return torch.stack([feature(image) for image in range(len(images))])
+
+
+@pytest.mark.parametrize("config", ARCHITECTURES)
+def test_features_equal_a_naive_vit_that_computes_every_token(config: ViTConfig) -> None:
+    vit, images = random_vit(config), random_images(config)
+    torch.testing.assert_close(
+        vit.features(images), naive_features(vit, images), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("config", ARCHITECTURES)
+def test_prefixes_in_every_block_give_the_naive_outputs_and_gradients(config: ViTConfig) -> None:
+    vit, images = random_vit(config), random_images(config)
+    prefixes = random_prefixes(config, list(range(config.depth)))
+    leaves = [leaf for pair in prefixes.values() for leaf in pair]
+    direction = torch.randn(2, config.width, generator=torch.Generator().manual_seed(3))
+
+    ours = vit.features(images, prefixes)
+    naive = naive_features(vit, images, prefixes)
+    torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(ours, vit.features(images), atol=1e-3)
+
+    our_gradients = torch.autograd.grad((ours * direction).sum(), leaves)
+    naive_gradients = torch.autograd.grad((naive * direction).sum(), leaves)
+    for our_gradient, naive_gradient in zip(our_gradients, naive_gradients, strict=True):
+        assert our_gradient.abs().max() > 1e-4
+        torch.testing.assert_close(our_gradient, naive_gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_prefixes_in_some_blocks_leave_the_others_alone() -> None:
+    vit, images = random_vit(PLAIN), random_images(PLAIN)
+    prefixes = random_prefixes(PLAIN, [1])
+    torch.testing.assert_close(
+        vit.features(images, prefixes),
+        naive_features(vit, images, prefixes),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+def test_a_prefix_with_a_batch_of_one_serves_every_image() -> None:
+    vit, images = random_vit(PLAIN), random_images(PLAIN, count=3)
+    shared = random_prefixes(PLAIN, [0, 2], batch=1)
+    repeated = {
+        block: (keys.expand(3, -1, -1), values.expand(3, -1, -1))
+        for block, (keys, values) in shared.items()
+    }
+    torch.testing.assert_close(vit.features(images, shared), vit.features(images, repeated))
+
+
+def test_prefixes_go_in_after_the_projection() -> None:
+    attention = random_vit(PLAIN).blocks[0].attn
+    attention.qkv.weight.zero_()
+    attention.qkv.bias.zero_()
+    tokens = torch.randn(2, 10, PLAIN.width, generator=torch.Generator().manual_seed(4))
+    keys, values = random_prefixes(PLAIN, [0])[0]
+    # All scores are zero, so every token gets the plain mean of 3 prefix values and 10 zeros; a
+    # prefix that went through the (zero) projection would vanish.
+    mean = values.sum(dim=1, keepdim=True) / 13
+    expected = attention.proj(mean).expand(-1, 10, -1)
+    torch.testing.assert_close(
+        attention(tokens, (keys, values), class_only=False), expected, atol=1e-6, rtol=1e-5
+    )
+
+
+def test_prefixes_do_not_change_the_number_of_tokens() -> None:
+    vit, images = random_vit(REGISTERS), random_images(REGISTERS)
+    shapes: list[tuple[int, ...]] = []
+    for block in vit.blocks:
+        block.register_forward_hook(lambda _, __, tokens: shapes.append(tuple(tokens.shape)))
+    vit.features(images, random_prefixes(REGISTERS, [0, 1, 2]))
+    everything = (2, 1 + 2 + 9, 16)
+    assert shapes == [everything, everything, (2, 1, 16)]
+
+
+def test_a_feature_does_not_depend_on_the_other_images_of_the_batch() -> None:
+    vit, images = random_vit(PLAIN), random_images(PLAIN, count=4)
+    alone = torch.cat([vit.features(image[None]) for image in images])
+    torch.testing.assert_close(vit.features(images), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_the_query_of_the_released_code_is_reproduced() -> None:
+    golden = load_file(GOLDEN)
+    vit = ViT(ViTConfig(image_size=32, patch_size=8, width=32, depth=6, heads=4, mlp_width=128))
+    weights = {
+        name.removeprefix("vit."): tensor
+        for name, tensor in golden.items()
+        if name.startswith("vit.")
+    }
+    vit.load_state_dict(weights)
+    torch.testing.assert_close(
+        vit.eval().features(golden["images"]), golden["query"], atol=1e-5, rtol=0
+    )
+
+
+def test_a_vit_b16_without_head_has_the_papers_number_of_parameters() -> None:
+    with torch.device("meta"):
+        vit = ViT(ViTConfig())
+    assert sum(parameter.numel() for parameter in vit.parameters()) == 85_798_656
+
+
+def test_an_initialised_vit_is_the_same_for_the_same_seed() -> None:
+    first, second, other = (
+        ViT(ONE_CHANNEL_STEM).initialise(torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)
+    )
+    assert first.fingerprint() == second.fingerprint() != other.fingerprint()
+
+
+def test_the_fingerprint_changes_with_one_weight() -> None:
+    vit = random_vit(REGISTERS)
+    same, changed = copy.deepcopy(vit), copy.deepcopy(vit)
+    changed.blocks[1].mlp.fc2.weight[3, 5] += 1e-4
+    assert same.fingerprint() == vit.fingerprint()
+    assert changed.fingerprint() != vit.fingerprint()
+
+
+def test_positions_of_the_same_grid_are_left_as_they_are() -> None:
+    position = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(resize_positions(position, PLAIN), position)
+
+
+@pytest.mark.parametrize("for_class", [True, False])
+def test_resampled_positions_keep_the_class_row_and_the_direction_of_the_axes(
+    for_class: bool,
+) -> None:
+    config = ViTConfig(
+        image_size=8, patch_size=1, width=2, heads=1, mlp_width=2, position_for_class=for_class
+    )
+    down, across = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
+    grid = torch.stack([down, across], dim=-1).reshape(1, 256, 2)
+    class_row = torch.tensor([[[100.0, -100.0]]])
+    position = torch.cat([class_row, grid], dim=1) if for_class else grid
+
+    resized = resize_positions(position, config)
+
+    if for_class:
+        assert torch.equal(resized[:, :1], class_row)
+    patches = resized[0, int(for_class) :].reshape(8, 8, 2)
+    # The centre of new cell i lies at 2 i + 0.5; away from the border a ramp stays the same ramp.
+    centres = torch.arange(2, 6) * 2 + 0.5
+    inner = patches[2:6, 2:6]
+    torch.testing.assert_close(inner[..., 0], centres[:, None].expand(4, 4), atol=1e-4, rtol=0)
+    torch.testing.assert_close(inner[..., 1], centres[None, :].expand(4, 4), atol=1e-4, rtol=0)
+
+
+TIMM_MODELS = [
+    pytest.param(
+        "vit_tiny_patch16_224",
+        {"img_size": 64},
+        ViTConfig(image_size=64, width=192, heads=3, mlp_width=768),
+        id="ViT-Tiny",
+    ),
+    pytest.param(
+        "vit_small_patch14_reg4_dinov2",
+        {"img_size": 56},
+        ViTConfig(
+            image_size=56,
+            patch_size=14,
+            width=384,
+            heads=6,
+            mlp_width=1536,
+            layer_scale=True,
+            registers=4,
+            position_for_class=False,
+        ),
+        id="DINOv2 with registers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "config"), TIMM_MODELS)
+def test_features_equal_timms(name: str, options: dict[str, int], config: ViTConfig) -> None:
+    try:
+        import timm
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
+    reference = timm.create_model(name, num_classes=0, **options).eval()
+    generator = torch.Generator().manual_seed(8)
+    for parameter in reference.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    vit = ViT(config).eval()
+    vit.load_state_dict(reference.state_dict())
+    images = random_images(config)
+    with torch.no_grad():
+        torch.testing.assert_close(vit.features(images), reference(images), atol=1e-4, rtol=1e-4)
+
+
+def test_resampled_positions_equal_timms() -> None:
+    try:
+        from timm.layers import resample_abs_pos_embed
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
+    config = ViTConfig(patch_size=14, width=8, heads=1)
+    position = torch.randn(1, 1 + 37 * 37, 8, generator=torch.Generator().manual_seed(9))
+    torch.testing.assert_close(
+        resize_positions(position, config),
+        resample_abs_pos_embed(position, [16, 16], num_prefix_tokens=1),
+        atol=1e-5,
+        rtol=1e-5,
+    )
