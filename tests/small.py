@@ -1,4 +1,4 @@
-"""Small things to learn: tiny ViTs and scikit-learn-free synthetic images with real structure."""
+"""Small things to learn: tiny ViTs, and classes of noisy patterns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coda_prompt.pixels import Pixels
 from coda_prompt.training.loading import Views
 
 TINY = ViTConfig(image_size=16, patch_size=4, channels=1, width=32, depth=6, heads=4, mlp_width=64)
-PLAIN_VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,)), augmentation=None)
+PLAIN_VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,)), augmentation=None, resize="squash")
 AUGMENTED_VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,)))
 
 

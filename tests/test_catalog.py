@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, field
@@ -151,6 +154,13 @@ def small_vit(config: ViTConfig = SMALL_CONFIG) -> ViT:
     return ViT(config).initialise(torch.Generator().manual_seed(0)).requires_grad_(False).eval()
 
 
+def timm_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
+
+
 Checkpoint = Callable[..., Path]
 
 
@@ -211,11 +221,13 @@ def test_an_unknown_name_is_an_error_that_suggests_the_nearest(tmp_path: Path) -
         load_backbone("dino2-s14", cache=tmp_path)
 
 
+def test_importing_the_catalogue_does_not_import_the_hubs_client() -> None:
+    check = "import sys, coda_prompt.model.catalog; sys.exit('huggingface_hub' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
 def test_the_catalogue_agrees_with_timm() -> None:
-    try:
-        import timm
-    except (ImportError, RuntimeError, OSError, AttributeError) as error:
-        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
+    timm = timm_module("timm")
     for backbone in CATALOG.values():
         if backbone.repository is None:
             continue
@@ -234,8 +246,8 @@ def test_the_catalogue_agrees_with_timm() -> None:
         assert theirs.norm.eps == backbone.config.norm_eps
         shapes = {key: tensor.shape for key, tensor in theirs.state_dict().items()}
         assert shapes == {key: tensor.shape for key, tensor in ours.state_dict().items()}
-        if name_of_layout := LAYOUTS.get(backbone.name):
-            assert shapes.keys() == {key for key in name_of_layout if not key.startswith("head.")}
+        layout = LAYOUTS.get(backbone.name, dict(shapes))
+        assert shapes.keys() == {key for key in layout if not key.startswith("head.")}
 
 
 # Files with timm's layout
@@ -293,7 +305,9 @@ def test_dinov2_positions_are_resampled_from_37_to_16(checkpoint: Checkpoint) ->
     assert position.shape == (1, 1 + 16 * 16, 384)
     assert torch.equal(position[:, :1], tensors["pos_embed"][:, :1])
     assert torch.equal(position, resize_positions(tensors["pos_embed"], loaded.vit.config))
-    assert torch.equal(loaded.vit.blocks[3].ls2.gamma, tensors["blocks.3.ls2.gamma"])
+    assert torch.equal(
+        loaded.vit.get_parameter("blocks.3.ls2.gamma"), tensors["blocks.3.ls2.gamma"]
+    )
     assert loaded.vit.features(torch.rand(1, 3, 224, 224)).shape == (1, 384)
 
 
@@ -313,7 +327,7 @@ def test_dinov2s_own_file_with_registers_gives_the_features_of_timms(
     ours = load_backbone(str(checkpoint(original, "own.safetensors")), like="dinov2-s14-reg")
     timms = load_backbone(str(checkpoint(converted, "timm.safetensors")), like="dinov2-s14-reg")
     assert ours.vit.fingerprint() == timms.vit.fingerprint()
-    assert torch.equal(ours.vit.reg_token, original["register_tokens"])  # type: ignore[arg-type]
+    assert torch.equal(ours.vit.get_parameter("reg_token"), original["register_tokens"])
 
 
 def test_dinov2s_own_file_without_registers_loses_only_its_mask_token(
@@ -419,6 +433,15 @@ def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
     assert loaded.name == str(path)
     assert loaded.revision is None
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_backbone_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_weights(tmp_path / "own.safetensors", small_vit(), Pixels(32))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "own.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_what_a_file_says_goes_before_like(tmp_path: Path) -> None:
@@ -651,8 +674,7 @@ def use(hub: Hub, cache: Path) -> LoadedBackbone:
     return load_backbone("deit-tiny", cache=cache, endpoint=hub.endpoint)
 
 
-def nobody(hub: Hub) -> Hub:
-    """A hub that cannot be reached."""
+def unreachable() -> Hub:
     return Hub(endpoint="http://127.0.0.1:9")
 
 
@@ -672,8 +694,9 @@ def test_a_first_use_downloads_the_file_and_records_commit_and_hash(
         f"{REPOSITORY}/model.safetensors": {"revision": FIRST, "sha256": sha256(contents[0])}
     }
     assert f"GET /{REPOSITORY}/resolve/main/model.safetensors" in hub.requests
-    expected = noise(DEIT_TINY, 1)["blocks.5.mlp.fc1.weight"].half().float()
-    assert torch.equal(loaded.vit.blocks[5].mlp.fc1.weight, expected)
+    key = "blocks.5.mlp.fc1.weight"
+    expected = noise(DEIT_TINY, 1)[key].half().float()
+    assert torch.equal(loaded.vit.get_parameter(key), expected)
 
 
 def test_a_second_use_needs_no_network(
@@ -682,7 +705,7 @@ def test_a_second_use_needs_no_network(
     hub.commits = {FIRST: contents[0]}
     first = use(hub, tmp_path)
     hub.requests.clear()
-    again, offline = use(hub, tmp_path), use(nobody(hub), tmp_path)
+    again, offline = use(hub, tmp_path), use(unreachable(), tmp_path)
     assert hub.requests == []
     assert again.vit.fingerprint() == offline.vit.fingerprint() == first.vit.fingerprint()
     assert offline.revision == FIRST
@@ -694,7 +717,7 @@ def test_a_cached_file_that_was_never_used_here_works_offline_and_is_recorded(
     hub.commits = {FIRST: contents[0]}
     use(hub, tmp_path / "elsewhere")
     shutil.copytree(tmp_path / "elsewhere" / FOLDER, tmp_path / "here" / FOLDER, symlinks=True)
-    assert use(nobody(hub), tmp_path / "here").revision == FIRST
+    assert use(unreachable(), tmp_path / "here").revision == FIRST
     assert record_of(tmp_path / "here") == record_of(tmp_path / "elsewhere")
 
 
@@ -761,7 +784,7 @@ def test_without_a_hub_the_error_names_the_file_its_place_and_the_embedded_one(
     hub: Hub, tmp_path: Path
 ) -> None:
     with pytest.raises(errors.BackboneUnavailable) as caught:
-        use(nobody(hub), tmp_path)
+        use(unreachable(), tmp_path)
     for fact in (
         "deit-tiny",
         f"http://127.0.0.1:9/{REPOSITORY}/resolve/main/model.safetensors",

@@ -26,21 +26,6 @@ VIT = ViTConfig(
 )
 
 
-class DropPath(nn.Module):
-    """Stochastic depth: the residual branch of a random part of the batch is left out."""
-
-    def __init__(self, rate: float, generator: torch.Generator) -> None:
-        super().__init__()
-        self.rate = rate
-        self.generator = generator
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
-            return tokens
-        keep = torch.rand(len(tokens), 1, 1, generator=self.generator) >= self.rate
-        return tokens * (keep / (1 - self.rate)).to(tokens.dtype)
-
-
 class NormedConv(nn.Module):
     """A convolution of the stem with the BatchNorm it is trained with."""
 
@@ -62,16 +47,11 @@ def conv_stem(vit: ViT) -> ConvStem:
 class Student(nn.Module):
     """The ViT with BatchNorm in its stem, a classifier, and a map to the teacher's features."""
 
-    def __init__(
-        self, classes: int, teacher_width: int, drop_path: float, generator: torch.Generator
-    ) -> None:
+    def __init__(self, classes: int, teacher_width: int, generator: torch.Generator) -> None:
         super().__init__()
         self.vit = ViT(VIT).initialise(generator)
         stem = conv_stem(self.vit)
         stem.convs = nn.ModuleList(NormedConv(cast(nn.Conv2d, conv)) for conv in stem.convs)
-        for index, block in enumerate(self.vit.blocks):
-            rate = drop_path * index / (VIT.depth - 1)
-            block.ls1, block.ls2 = DropPath(rate, generator), DropPath(rate, generator)
         self.head = nn.Linear(VIT.width, classes)
         self.to_teacher = nn.Linear(VIT.width, teacher_width) if teacher_width else None
 

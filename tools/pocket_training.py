@@ -12,11 +12,11 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pocket_networks import Teacher
 from torch import Tensor, nn
@@ -154,13 +154,20 @@ class Run:
         if progress < recipe.warm_up:
             return recipe.learning_rate * max(progress / recipe.warm_up, 0.01)
         annealed = (progress - recipe.warm_up) / (1 - recipe.warm_up)
-        return recipe.learning_rate * max(0.5 * (1 + np.cos(np.pi * annealed)), 1e-3)
+        return recipe.learning_rate * max(0.5 * (1 + math.cos(math.pi * annealed)), 1e-3)
 
-    def update(self, loss: Tensor, progress: float) -> None:
+    def gradients(self, loss: Loss, images: Tensor, labels: Tensor) -> tuple[float, list[Tensor]]:
+        """Loss and gradients of one lane's part of the batch; runs in the lane's own thread."""
+        # Lanes must not share the cache of cast weights: it is one for all threads.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            value = loss(self.network, images, labels)
+        return value.item(), list(torch.autograd.grad(value, list(self.network.parameters())))
+
+    def update(self, gradients: list[Tensor], progress: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(progress)
-        self.optimizer.zero_grad()
-        loss.backward()
+        for parameter, gradient in zip(self.network.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
@@ -209,56 +216,52 @@ def accuracy(network: nn.Module, drawings: Drawings) -> float:
 
 
 def train(
-    run: Run,
-    loss: Loss,
-    data: Drawings,
-    validation: Drawings,
-    seed: int,
-    generator: torch.Generator,
+    run: Run, loss: Loss, data: Drawings, validation: Drawings, seed: int, lanes: int
 ) -> None:
-    """Train to the end of the schedule.
+    """Train to the end of the schedule. Order and warps depend on the seed and the step only.
 
-    Order, warps and stochastic depth (through `generator`) depend on the seed and the step only.
+    A batch is cut into `lanes`, each computed by one thread alone: on a machine that does other
+    work too, operations cut over all cores wait for the slowest one at every step.
     """
     run.resume()
+    run.network.train()
     count, batch = len(data.labels), run.recipe.batch
     per_epoch = count // batch
     first, resumed_at, saved = run.step, run.seconds, run.seconds
     started = time.monotonic() - run.seconds
-    running: list[float] = []
-    run.network.train()
-    while (progress := run.progress(count)) < 1:
-        epoch, place = divmod(run.step, per_epoch)
-        if place == 0 or run.step == first:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
-        images, labels = data.of_batch(order[place * batch : (place + 1) * batch])
-        generator.manual_seed((seed << 32) + run.step)
-        images = warp(images, generator)
-        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            value = loss(run.network, images, labels)
-        run.update(value, progress)
-        running.append(value.item())
-        run.seconds = time.monotonic() - started
-        if place == per_epoch - 1:
-            speed = (run.step - first) * batch / (run.seconds - resumed_at)
-            done = run.progress(count)
-            left = run.seconds * (1 - done) / max(done, 1e-9)
-            quality = ""
-            if (epoch + 1) % 5 == 0:
-                quality = f", validation {accuracy(run.average, validation):.1f} %"
-            log.info(
-                "%s epoch %d, %.0f %% of the schedule, loss %.3f%s, %.0f images/s, %.0f min left",
-                run.name,
-                epoch + 1,
-                100 * done,
-                np.mean(running),
-                quality,
-                speed,
-                left / 60,
+    losses: list[float] = []
+    # The fused attention is slower backwards in bfloat16 than the rest of the network.
+    with ThreadPoolExecutor(lanes) as pool, sdpa_kernel(SDPBackend.MATH):
+        while (progress := run.progress(count)) < 1:
+            epoch, place = divmod(run.step, per_epoch)
+            if place == 0 or run.step == first:
+                order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
+            images, labels = data.of_batch(order[place * batch : (place + 1) * batch])
+            images = warp(images, torch.Generator().manual_seed((seed << 32) + run.step))
+            parts = list(
+                pool.map(run.gradients, [loss] * lanes, images.chunk(lanes), labels.chunk(lanes))
             )
-            running.clear()
-        if run.seconds - saved > 120:
-            run.save()
-            saved = run.seconds
+            losses.append(sum(value for value, _ in parts) / lanes)
+            by_parameter = zip(*(gradients for _, gradients in parts), strict=True)
+            run.update([torch.stack(each).mean(0) for each in by_parameter], progress)
+            run.seconds = time.monotonic() - started
+            if place == per_epoch - 1:
+                done = run.progress(count)
+                quality = f"loss {sum(losses) / len(losses):.3f}"
+                if (epoch + 1) % 5 == 0:
+                    quality += f", validation {accuracy(run.average, validation):.1f} %"
+                log.info(
+                    "%s epoch %d, %.0f %% of the schedule, %s, %.0f images/s, %.1f min left",
+                    run.name,
+                    epoch + 1,
+                    100 * done,
+                    quality,
+                    (run.step - first) * batch / (run.seconds - resumed_at),
+                    run.seconds * (1 - done) / done / 60,
+                )
+                losses.clear()
+            if run.seconds - saved > 120:
+                run.save()
+                saved = run.seconds
     if run.step > first:
         run.save()

@@ -26,7 +26,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "src" / "coda_prompt" / "assets"
 DRAWINGS = 100
 TRAIN_DRAWINGS = 80
 FIT_DRAWINGS = 64
-PENALTIES = tuple(10.0 ** (power / 2) for power in range(-6, 13))
+PENALTIES = tuple(10.0 ** (power / 2) for power in range(-10, 13))
 
 
 class Ridge:

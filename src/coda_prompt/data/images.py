@@ -16,8 +16,8 @@ from PIL import Image, UnidentifiedImageError
 from coda_prompt.errors import BadImage, BadOption, UnknownName
 from coda_prompt.pixels import Pixels
 
-# Decoders that read untrusted files in-process; Pillow's others start programs (EPS) or are rare.
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# Tried in this order. Pillow's other decoders start programs (EPS) or are rare.
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "JPEG2000", "AVIF")
 SUFFIXES = frozenset(
     f".{name}"
     for name in (
@@ -195,8 +195,8 @@ def test_view(
 def _central_box(width: int, height: int, size: int) -> tuple[float, float, float, float]:
     """The part of the image that ends up in the centre crop.
 
-    Resizing it alone gives the same pixels as resizing all and cropping, and does not build a
-    gigantic image out of a very long one.
+    Resizing it alone gives the same pixels as resizing all and cropping (but for rounding between
+    Pillow's two passes), and does not build a gigantic image out of a very long one.
     """
     shorter = round(size * 256 / 224)
     if width <= height:

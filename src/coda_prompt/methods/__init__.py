@@ -95,7 +95,10 @@ def _from_file(spec: str) -> Entry:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadMethod(spec, f"{path} cannot be loaded ({error})") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise BadMethod(spec, f"{path} has no method class '{class_name}'")

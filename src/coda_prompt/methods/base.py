@@ -60,6 +60,18 @@ class Loss(NamedTuple):
     """Of the parameters alone; counted once a step."""
 
 
+class ParameterCount(NamedTuple):
+    """Learned parameters as the paper counts them (SPEC 8): the head without its bias."""
+
+    body: int
+    """Prompts with their keys and attention vectors, or the trained network."""
+    head_weights: int
+
+    @property
+    def trained(self) -> int:
+        return self.body + self.head_weights
+
+
 @pydantic_dataclass(frozen=True, config=STRICT)
 class MethodConfig:
     """Options every method has."""
@@ -89,6 +101,8 @@ class Method(nn.Module):
 
     name: str = ""
     """The row of a results table this is; `methods.make` sets it."""
+    grows: ClassVar[Mapping[str, int]] = {"task_sizes": 0}
+    """Which tensors of the learned state get larger with every task, and along which axis."""
     task_sizes: Tensor
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
@@ -152,6 +166,10 @@ class Method(nn.Module):
 
     # -- what is kept
 
+    def parameter_count(self) -> ParameterCount:
+        """What all tasks so far have learned."""
+        raise NotImplementedError
+
     def learned_state(self) -> dict[str, Tensor]:
         """All that was learned and nothing that came with the backbone."""
         return {
@@ -165,25 +183,39 @@ class Method(nn.Module):
         own = self.learned_state()
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unexpected:
-            raise CorruptFile(
-                f"state of {type(self).__name__}",
-                f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}",
-            )
+            raise self._misfit(f"missing {missing or '-'}, unexpected {unexpected or '-'}")
+        for name, tensor in state.items():
+            fixed = [list(t.shape) for t in (tensor, own[name])]
+            for shape in fixed:
+                if name in self.grows and len(shape) > self.grows[name]:
+                    shape[self.grows[name]] = 0
+            kinds = [t.is_floating_point() for t in (tensor, own[name])]
+            if fixed[0] != fixed[1] or kinds[0] != kinds[1]:
+                raise self._misfit(f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}")
+        if not self._sizes_agree(state):
+            raise self._misfit("the sizes of its tensors contradict each other")
         for name, tensor in state.items():
             path, _, leaf = name.rpartition(".")
             owner = self.get_submodule(path)
             held = getattr(owner, leaf)
-            value = tensor.detach().to(held.device, copy=True)
+            value = tensor.detach().to(held.device, held.dtype, copy=True)
             if isinstance(held, nn.Parameter):
-                held.data = value.to(held.dtype)
+                held.data = value
             else:
-                setattr(
-                    owner, leaf, value if not held.is_floating_point() else value.to(held.dtype)
-                )
+                setattr(owner, leaf, value)
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether tensors that grow together have grown alike."""
+        return bool((state["task_sizes"] >= 0).all())
+
+    def _misfit(self, problem: str) -> CorruptFile:
+        return CorruptFile(f"The learned state of {self.name or type(self).__name__}", problem)
 
 
 class TrainedMethod(Method):
     """A method with a linear head that is trained by gradients."""
+
+    grows: ClassVar[Mapping[str, int]] = {**Method.grows, "head.weight": 0, "head.bias": 0}
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
@@ -210,6 +242,18 @@ class TrainedMethod(Method):
         if queries is None and self.needs_queries:
             queries = self.queries(images)
         return self.head(self.features(images, queries))
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        rows = {len(state["head.weight"]), len(state["head.bias"]), int(state["task_sizes"].sum())}
+        return super()._sizes_agree(state) and len(rows) == 1
+
+    def parameter_count(self) -> ParameterCount:
+        body = [
+            tensor.numel()
+            for name, tensor in self.learned_state().items()
+            if tensor.is_floating_point() and not name.startswith("head.")
+        ]
+        return ParameterCount(sum(body), self.head.weight.numel())
 
     def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
         """Head rows that train in a task: its own classes, old ones it brings again included."""

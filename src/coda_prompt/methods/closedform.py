@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import STRICT, Method, MethodConfig, TaskBrief
+from coda_prompt.methods.base import STRICT, Method, MethodConfig, ParameterCount, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_seed
 
@@ -22,6 +23,7 @@ class ClosedForm(Method):
 
     needs_queries = True
     closed_form = True
+    sums: Tensor
 
     def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
         assert queries is not None
@@ -31,15 +33,24 @@ class ClosedForm(Method):
         return self.scores(self.queries(images) if queries is None else queries)
 
     def scores(self, queries: Tensor) -> Tensor:
+        """B x classes seen."""
         raise NotImplementedError
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        per_class = {name: axis for name, axis in self.grows.items() if name != "task_sizes"}
+        sizes = {state[name].shape[axis] for name, axis in per_class.items()}
+        return super()._sizes_agree(state) and sizes == {int(state["task_sizes"].sum())}
+
+    def parameter_count(self) -> ParameterCount:
+        return ParameterCount(0, self.sums.numel())
 
 
 class NearestClassMean(ClosedForm):
     """Cosine similarity to the mean frozen feature of each class."""
 
     variants = MappingProxyType({"ncm": {}})
+    grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, "sums": 0, "counts": 0}
 
-    sums: Tensor
     counts: Tensor
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
@@ -77,11 +88,11 @@ class RanPAC(ClosedForm):
 
     Config: ClassVar[type[MethodConfig]] = RanPACConfig
     variants = MappingProxyType({"ranpac": {}})
+    grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, "sums": 1, "weight": 1}
     config: RanPACConfig
 
     seed: Tensor
     gram: Tensor
-    sums: Tensor
     weight: Tensor
     ridge: Tensor
 
@@ -119,9 +130,11 @@ class RanPAC(ClosedForm):
             sums = sums.index_add(1, part_labels, hidden.T)
         self.gram, self.sums = gram, sums
         damped = gram.double()
-        damped.diagonal().add_(self.ridge.double())
+        # Below this the rounding of a float32 Gram matrix outweighs the ridge.
+        least = 1e-6 * damped.trace()
+        damped.diagonal().add_(self.ridge.double().clamp_min(least))
         solved = torch.cholesky_solve(sums.double(), torch.linalg.cholesky(damped))
-        self.weight = solved.to(self.weight.dtype)
+        self.weight = solved.to(self.weight.dtype).contiguous()
 
     def scores(self, queries: Tensor) -> Tensor:
         return self.hidden(queries) @ self.weight.to(queries.dtype)

@@ -10,6 +10,7 @@ preset (SPEC 3):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -81,6 +82,13 @@ class CodaPrompt(PromptMethod):
 
     Config: ClassVar[type[MethodConfig]] = CodaConfig
     variants = MappingProxyType({"coda-p": {}, "coda-p-s": {"components": 20, "length": 4}})
+    grows: ClassVar[Mapping[str, int]] = {
+        **PromptMethod.grows,
+        "components": 1,
+        "keys": 1,
+        "attention": 1,
+        "component_sizes": 0,
+    }
     config: CodaConfig
 
     components: Tensor
@@ -168,6 +176,11 @@ class CodaPrompt(PromptMethod):
         else:
             rows = orthonormal_rows(flat, count, brief.generator(kind))
         return rows.unflatten(2, held.shape[2:]).contiguous()
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        counts = {state[kind].shape[1] for kind in self.kinds}
+        counts.add(int(state["component_sizes"].sum()))
+        return super()._sizes_agree(state) and len(counts) == 1
 
     # -- prompts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -46,6 +47,12 @@ class DualPrompt(PromptMethod):
 
     Config: ClassVar[type[MethodConfig]] = DualPromptConfig
     variants = MappingProxyType({"dualprompt": {}})
+    grows: ClassVar[Mapping[str, int]] = {
+        **PromptMethod.grows,
+        "general": 1,
+        "experts": 1,
+        "keys": 1,
+    }
     config: DualPromptConfig
 
     general: Tensor
@@ -89,6 +96,11 @@ class DualPrompt(PromptMethod):
             self.keys = torch.cat([self.keys, self.new_key.detach()], dim=1)
             self.open_general = self.new_expert = self.new_key = None
         super().end_task()
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        experts = state["experts"].shape[1]
+        same = experts == state["keys"].shape[1] and state["general"].shape[1] == (experts > 0)
+        return super()._sizes_agree(state) and same
 
     def prefixes(self, queries: Tensor) -> Prefixes:
         """Experts of the tasks learned so far; the one in training is among them."""

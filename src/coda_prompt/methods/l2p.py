@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -48,6 +49,7 @@ class L2P(PromptMethod):
     variants = MappingProxyType(
         {"l2p++": {}, "deep-l2p++": {"pool": 100, "blocks": (0, 1, 2, 3, 4)}}
     )
+    grows: ClassVar[Mapping[str, int]] = {**PromptMethod.grows, "prompts": 1, "keys": 1}
     config: L2PConfig
 
     prompts: Tensor
@@ -82,6 +84,10 @@ class L2P(PromptMethod):
             self.prompts, self.keys = self.open_prompts.detach(), self.open_keys.detach()
             self.open_prompts = self.open_keys = None
         super().end_task()
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        sizes = {state["prompts"].shape[1], state["keys"].shape[1]}
+        return super()._sizes_agree(state) and sizes in ({0}, {self.config.pool})
 
     def prefixes(self, queries: Tensor) -> Prefixes:
         return self._chosen(queries)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -29,6 +30,7 @@ class ExperienceReplay(WholeNetwork):
     Config: ClassVar[type[MethodConfig]] = ReplayConfig
     variants = MappingProxyType({"er-5000": {}})
     keeps_images = True
+    grows: ClassVar[Mapping[str, int]] = {**WholeNetwork.grows, "buffer": 0}
     config: ReplayConfig
 
     buffer: Tensor

@@ -62,8 +62,7 @@ class ConvStem(nn.Module):
         super().__init__()
         channels = (config.channels, *config.stem, config.width)
         self.convs = nn.ModuleList(
-            nn.Conv2d(before, after, 3, stride=2, padding=1)
-            for before, after in pairwise(channels)
+            nn.Conv2d(before, after, 3, stride=2, padding=1) for before, after in pairwise(channels)
         )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Two tasks trained on so many processes; what was learned goes to a file.
+
+Started by test_distributed.py: `python distributed_run.py PROCESSES PRECISION METHODS OUT`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from safetensors.torch import save_file
+from small import AUGMENTED_VIEWS, patterns, tiny_vit
+from torch import Tensor
+
+from coda_prompt import methods
+from coda_prompt.data.stream import cut
+from coda_prompt.methods import METHODS
+from coda_prompt.training.engine import Engine, Event, Training
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "coda-p": {"components": 7, "tasks": 2, "preset": "paper"},
+    "coda-p-s": {"orthogonality_weight": 0.1, "head_init": "imprint"},
+    "l2p++": {"pool": 8, "length": 4},
+    "dualprompt": {"expert_length": 4},
+}
+
+
+def two_tasks(name: str, fabric: Fabric, **training: Any) -> dict[str, Tensor]:
+    """First gradients of each task, everything learned, and the accuracy matrix.
+
+    33 images a task in batches of 16: the last batch has one image, so one of two processes has
+    none. Two epochs are six steps a task. A whole network trains without weight decay: its key
+    biases have no gradient but rounding, which Adam would scale up together with the decay.
+    """
+    decay = 0.01 if METHODS[name].type.frozen_backbone else 0.0
+    settings = {"epochs": 2, "batch_size": 16, "learning_rate": 1e-3, "weight_decay": decay}
+    stream = cut(patterns(classes=6, train=11, test=7), tasks=2)
+    method = methods.make(name, tiny_vit(), **OPTIONS.get(name, {}))
+    found: dict[str, Tensor] = {}
+
+    def keep_first_gradients(event: Event) -> None:
+        if event.kind == "step" and event.epoch == 0 and event.step == 0:
+            for key, parameter in method.named_parameters():
+                if parameter.requires_grad:
+                    assert parameter.grad is not None, f"{key} takes no part"
+                    found[f"gradient.{event.task}.{key}"] = parameter.grad.clone()
+
+    engine = Engine(
+        AUGMENTED_VIEWS,
+        Training(**settings | training),
+        fabric=fabric,
+        on_event=keep_first_gradients,
+    )
+    result = engine.run(method, stream)
+    found |= {f"learned.{key}": tensor for key, tensor in method.learned_state().items()}
+    return found | {"matrix": torch.from_numpy(result.matrix)}
+
+
+def main() -> None:
+    processes, precision, names, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=int(processes),
+        strategy="ddp" if int(processes) > 1 else "auto",
+        precision=precision,  # type: ignore[arg-type]
+    )
+    fabric.launch()
+    for name in names.split(","):
+        found = two_tasks(name, fabric)
+        if fabric.global_rank == 0:
+            contiguous = {key: tensor.contiguous().clone() for key, tensor in found.items()}
+            save_file(contiguous, Path(out) / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main()

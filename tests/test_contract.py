@@ -1,0 +1,237 @@
+"""One contract over every registered method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from small import PLAIN_VIEWS, patterns, tiny_vit
+from torch import Tensor
+from torch.testing import assert_close
+
+from coda_prompt import methods
+from coda_prompt.data.stream import Samples, Task, cut
+from coda_prompt.methods import METHODS, Method, PromptMethod
+from coda_prompt.training.checkpoint import load_method, save_method
+from coda_prompt.training.engine import Engine, Training
+
+EVERY = sorted(METHODS)
+PROMPTED = [name for name in EVERY if issubclass(METHODS[name].type, PromptMethod)]
+ONE_AFTER_ANOTHER = [name for name in EVERY if METHODS[name].type.trains_on == "task"]
+UNEVEN = [["0", "1", "2"], ["3", "4"], ["5", "6", "7", "8"]]
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(PLAIN_VIEWS, Training(**{"epochs": 2, "batch_size": 16} | options))
+
+
+def stream_of(class_lists: list[list[str]], train: int = 10) -> tuple[Task, ...]:
+    return cut(patterns(classes=10, train=train), class_lists=class_lists).tasks
+
+
+def learned(name: str, class_lists: list[list[str]], **options: Any) -> Method:
+    method = methods.make(name, tiny_vit())
+    tasks = stream_of(class_lists)
+    driver = engine(**options)
+    for task in tasks:
+        driver.learn(method, task, past=tasks[: task.index])
+    return method
+
+
+def some_images(count: int = 5, seed: int = 3) -> Tensor:
+    return torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def frozen_parts(method: Method) -> dict[str, Tensor]:
+    """What a prompt method must not change any more once a task is over."""
+    kinds = {
+        "CodaPrompt": ("components", "keys", "attention"),
+        "DualPrompt": ("experts", "keys"),
+    }.get(type(method).__name__, ())
+    parts = {kind: getattr(method, kind).clone() for kind in kinds}
+    assert isinstance(method, PromptMethod)
+    head = {"head.weight": method.head.weight.clone(), "head.bias": method.head.bias.clone()}
+    return parts | head
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_stream_of_three_uneven_tasks(name: str) -> None:
+    stream = cut(patterns(classes=9, train=10), class_lists=UNEVEN)
+    method = methods.make(name, tiny_vit())
+    result = engine().run(method, stream)
+    assert method.logits(some_images()).shape == (5, 9)
+    measured = ~np.isnan(result.matrix)
+    rows = [2] if METHODS[name].type.trains_on == "all" else [0, 1, 2]
+    assert measured.tolist() == [[t in rows and j <= t for j in range(3)] for t in range(3)]
+    assert np.nanmin(result.matrix) >= 0
+    assert np.nanmax(result.matrix) <= 1
+    assert (result.own_classes[measured] >= result.matrix[measured]).all()
+
+
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+def test_logits_cover_exactly_the_classes_seen(name: str) -> None:
+    tasks = stream_of(UNEVEN)
+    method = methods.make(name, tiny_vit())
+    driver = engine()
+    for task, seen in zip(tasks, [3, 5, 9], strict=True):
+        driver.learn(method, task, past=tasks[: task.index])
+        assert method.logits(some_images()).shape == (5, seen)
+        assert method.classes_seen == seen
+    assert method.task_sizes.tolist() == [3, 2, 4]
+
+
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+def test_a_task_of_new_and_known_classes(name: str) -> None:
+    first, second, _ = stream_of(UNEVEN)
+    mixed = Task(
+        1,
+        (1, 3, 4),
+        Samples.concat([first.train.subset(first.train.labels == 1), second.train]),
+        second.test,
+    )
+    method = methods.make(name, tiny_vit())
+    driver = engine(weight_decay=0.1)
+    driver.learn(method, first)
+    before = method.learned_state()
+    before = {key: tensor.clone() for key, tensor in before.items()}
+    driver.learn(method, mixed, past=[first])
+    assert method.logits(some_images()).shape == (5, 5)
+    assert method.task_sizes.tolist() == [3, 2]
+    if name in PROMPTED or name == "ft++":
+        weight = method.learned_state()["head.weight"]
+        changed = (weight[:3] != before["head.weight"]).any(dim=1)
+        assert changed.tolist() == [False, True, False], "only the known class's row trains again"
+    if name == "ncm":
+        assert method.learned_state()["counts"].tolist() == [10, 20, 10, 10, 10]
+
+
+@pytest.mark.parametrize("name", PROMPTED)
+def test_what_was_learned_is_bit_identical_after_later_tasks_with_weight_decay(name: str) -> None:
+    tasks = stream_of(UNEVEN)
+    method = methods.make(name, tiny_vit())
+    backbone = method.backbone.fingerprint()
+    driver = engine(weight_decay=0.1)
+    driver.learn(method, tasks[0])
+    before = frozen_parts(method)
+    for task in tasks[1:]:
+        driver.learn(method, task)
+    after = frozen_parts(method)
+    for part, value in before.items():
+        axis = 0 if part.startswith("head") else 1
+        assert torch.equal(after[part].narrow(axis, 0, value.shape[axis]), value), part
+        assert after[part].shape[axis] > value.shape[axis]
+    assert method.backbone.fingerprint() == backbone
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(name: str) -> None:
+    method = learned(name, UNEVEN)
+    images = some_images(128)
+    together = method.logits(images)
+    alone = torch.cat([method.logits(image[None]) for image in images])
+    assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+def test_one_epoch_trains(name: str) -> None:
+    method = methods.make(name, tiny_vit())
+    start = {key: tensor.clone() for key, tensor in method.learned_state().items()}
+    losses = engine(epochs=1).learn(method, stream_of(UNEVEN)[0])
+    assert all(np.isfinite(losses))
+    after = method.learned_state()
+    assert any(not torch.equal(after[key], tensor) for key, tensor in start.items())
+
+
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+@pytest.mark.parametrize("first", [["0"], ["0", "1"]], ids=["first task", "later task"])
+def test_a_task_of_one_class(name: str, first: list[str]) -> None:
+    """Imprinted or in closed form it is recognised at once; else it trains to a finite loss."""
+    tasks = stream_of([first, ["5"]])
+    method = methods.make(name, tiny_vit())
+    driver = engine()
+    losses = driver.learn(method, tasks[0])
+    sizes = getattr(method, "component_sizes", torch.zeros(1)).tolist()
+    losses += driver.learn(method, tasks[1], past=tasks[:1])
+    assert all(np.isfinite(losses))
+    assert method.logits(some_images()).isfinite().all()
+    over_all, _ = driver.evaluate(method, tasks[1].test, [len(first)])
+    if name in PROMPTED or METHODS[name].type.closed_form:
+        assert over_all >= 0.8
+    if hasattr(method, "component_sizes"):
+        assert method.component_sizes.tolist() == [*sizes, 0], "untrained ones would disturb"
+
+
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+def test_one_image_a_class(name: str) -> None:
+    tasks = stream_of([["0", "1", "2"], ["3", "4"]], train=1)
+    method = methods.make(name, tiny_vit())
+    driver = engine(epochs=1)
+    for task in tasks:
+        state = {key: tensor.clone() for key, tensor in method.learned_state().items()}
+        losses = driver.learn(method, task, past=tasks[: task.index])
+        assert all(np.isfinite(losses))
+        assert METHODS[name].type.closed_form or len(losses) == 1
+        after = method.learned_state()
+        assert any(not torch.equal(after[key], state[key]) for key in after)
+    if METHODS[name].type.closed_form:
+        assert driver.evaluate(method, tasks[1].train, [3, 4])[0] == 1.0
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_saved_and_loaded_it_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    method = learned(name, UNEVEN)
+    backbone = tiny_vit()
+    save_method(tmp_path / "model", method, backbone)
+    loaded = load_method(tmp_path / "model", tiny_vit())
+    assert torch.equal(loaded.logits(some_images()), method.logits(some_images()))
+    assert loaded.task_sizes.tolist() == [3, 2, 4]
+    assert loaded.name == name
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in ("upper-bound",)])
+def test_saved_after_a_task_it_goes_on_to_the_same_result(name: str, tmp_path: Path) -> None:
+    tasks = stream_of(UNEVEN)
+    method = methods.make(name, tiny_vit())
+    driver = engine()
+    for task in tasks[:2]:
+        driver.learn(method, task, past=tasks[: task.index])
+    save_method(tmp_path, method, tiny_vit())
+    loaded = load_method(tmp_path, tiny_vit())
+    driver.learn(method, tasks[2], past=tasks[:2])
+    engine().learn(loaded, tasks[2], past=tasks[:2])
+    after, again = method.learned_state(), loaded.learned_state()
+    assert after.keys() == again.keys()
+    for key, tensor in after.items():
+        assert torch.equal(tensor, again[key]), key
+
+
+@pytest.mark.parametrize("name", PROMPTED)
+def test_no_backbone_tensor_is_in_a_saved_prompt_method(name: str, tmp_path: Path) -> None:
+    method = learned(name, UNEVEN[:2])
+    save_method(tmp_path, method, tiny_vit())
+    description = json.loads((tmp_path / "method.json").read_text())
+    with safe_open(tmp_path / description["file"], framework="pt") as file:
+        saved = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert not [key for key in saved if key.startswith(("backbone", "blocks", "network"))]
+    weights = tiny_vit().state_dict().values()
+    for key, tensor in saved.items():
+        same = [w for w in weights if w.shape == tensor.shape and torch.equal(w, tensor)]
+        assert not same, key
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_seeded_run_repeats_bit_for_bit(name: str) -> None:
+    def run() -> tuple[np.ndarray, dict[str, Tensor]]:
+        method = methods.make(name, tiny_vit())
+        result = engine(seed=3).run(method, cut(patterns(9, 6), class_lists=UNEVEN))
+        return result.matrix, method.learned_state()
+
+    (matrix, state), (matrix_again, state_again) = run(), run()
+    assert np.array_equal(matrix, matrix_again, equal_nan=True)
+    for key, tensor in state.items():
+        assert torch.equal(tensor, state_again[key]), key

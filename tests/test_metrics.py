@@ -1,0 +1,88 @@
+"""Metrics on matrices worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from coda_prompt import metrics
+
+NAN = math.nan
+R = [[0.9, NAN, NAN], [0.6, 0.8, NAN], [0.7, 0.5, 1.0]]
+
+
+def test_average_accuracy_is_the_mean_over_tasks_of_the_last_row() -> None:
+    assert metrics.average_accuracy(R) == pytest.approx((0.7 + 0.5 + 1.0) / 3)
+
+
+def test_weighted_accuracy_counts_images() -> None:
+    assert metrics.weighted_accuracy(R, [10, 10, 20]) == pytest.approx((7 + 5 + 20) / 40)
+
+
+def test_average_incremental_accuracy_is_the_mean_over_time() -> None:
+    assert metrics.accuracy_after_each_task(R) == pytest.approx([0.9, 0.7, 2.2 / 3])
+    assert metrics.average_incremental_accuracy(R) == pytest.approx((0.9 + 0.7 + 2.2 / 3) / 3)
+
+
+def test_learning_accuracy_is_the_mean_of_the_diagonal() -> None:
+    assert metrics.learning_accuracy(R) == pytest.approx(0.9)
+
+
+def test_forgetting_of_the_released_code_is_the_mean_drop_from_task_to_task() -> None:
+    second = 0.9 - 0.6
+    third = ((0.6 - 0.7) + (0.8 - 0.5)) / 2
+    assert metrics.forgetting_paper(R) == pytest.approx((second + third) / 2)
+
+
+def test_forgetting_by_chaudhry_is_the_drop_from_the_best() -> None:
+    assert metrics.forgetting_per_task(R) == pytest.approx([0.9 - 0.7, 0.8 - 0.5])
+    assert metrics.forgetting_max(R) == pytest.approx((0.2 + 0.3) / 2)
+
+
+def test_one_task_has_nothing_to_forget() -> None:
+    assert metrics.forgetting_paper([[0.5]]) == 0
+    assert metrics.forgetting_max([[0.5]]) == 0
+
+
+def test_an_upper_bound_has_a_last_row_only() -> None:
+    matrix = np.full((3, 3), NAN)
+    matrix[2] = [0.5, 0.6, 0.7]
+    assert metrics.average_accuracy(matrix) == pytest.approx(0.6)
+    assert math.isnan(metrics.forgetting_paper(matrix))
+    assert math.isnan(metrics.forgetting_max(matrix))
+    assert math.isnan(metrics.learning_accuracy(matrix))
+
+
+def test_what_is_not_square_is_refused() -> None:
+    with pytest.raises(ValueError, match="square"):
+        metrics.average_accuracy([[0.1, 0.2]])
+
+
+def test_deviation_over_trials_has_no_degree_of_freedom_taken() -> None:
+    summary = metrics.summarise([1.0, 2.0, 3.0, 4.0])
+    assert summary.mean == 2.5
+    assert summary.std == pytest.approx(math.sqrt(1.25))
+
+
+@pytest.mark.parametrize(
+    ("freedom", "probability", "quantile"),  # from printed tables of Student's distribution
+    [
+        (1, 0.975, 12.706),
+        (2, 0.975, 4.303),
+        (4, 0.975, 2.776),
+        (9, 0.95, 1.833),
+        (30, 0.995, 2.750),
+    ],
+)
+def test_students_quantiles(freedom: int, probability: float, quantile: float) -> None:
+    assert metrics.student_quantile(probability, freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_paired_differences_are_taken_seed_by_seed() -> None:
+    found = metrics.paired_difference([3.0, 5.0, 7.0], [1.0, 2.0, 3.0])
+    assert found.mean == pytest.approx(3.0)
+    reach = 4.302653 * 1.0 / math.sqrt(3)
+    assert found.interval == pytest.approx((3.0 - reach, 3.0 + reach), abs=1e-4)
+    assert metrics.paired_difference([3.0], [1.0]).interval is None

@@ -1,0 +1,466 @@
+"""A source cut into tasks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from coda_prompt.data import images
+from coda_prompt.data.sources import ArraySplit, Source, array_source
+from coda_prompt.data.stream import Samples, Stream, class_order, cut
+from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
+from coda_prompt.pixels import Pixels
+
+GOLDEN = Path(__file__).parent / "golden" / "released.json"
+
+
+def numbered(count: int, first: int = 0) -> np.ndarray:
+    """Images whose only pixel tells which one they are."""
+    return np.arange(first, first + count, dtype=np.uint8).reshape(count, 1, 1)
+
+
+def make_source(
+    classes: int = 6, per_class: int = 4, domains: int = 0, names: tuple[str, ...] | None = None
+) -> Source:
+    """Image i of the training data has class i % classes; test images start at 200."""
+    count = classes * per_class
+    labels = np.arange(count) % classes
+    kinds = np.arange(count) // classes % domains if domains else None
+    test_kinds = np.arange(classes) % domains if domains else None
+    return array_source(
+        "toy",
+        numbered(count),
+        labels,
+        numbered(classes, 200),
+        np.arange(classes),
+        class_names=names or [f"c{number}" for number in range(classes)],
+        train_domains=kinds,
+        test_domains=test_kinds,
+        notes=["a toy"],
+    )
+
+
+def pixel_values(samples: Samples) -> list[int]:
+    return [int(np.asarray(samples.image(i)).item()) for i in range(len(samples))]
+
+
+class Unreadable(ArraySplit):
+    def image(self, index: int) -> Image.Image:
+        raise AssertionError("an image was read")
+
+
+# --- class order ---
+
+
+def test_class_orders_are_those_of_the_released_code() -> None:
+    released = json.loads(GOLDEN.read_text())["class_order"]
+    assert sorted(released) == ["0", "1", "2", "3", "4"]
+    for seed, order in released.items():
+        assert list(class_order(100, int(seed))) == order
+    stream = cut(make_source(100, 1), tasks=10, seed=3)
+    assert list(stream.class_order) == released["3"]
+
+
+def test_seed_0_keeps_the_natural_order() -> None:
+    assert class_order(5, 0) == (0, 1, 2, 3, 4)
+
+
+# --- cutting ---
+
+
+def test_tasks_share_the_classes_evenly_the_remainder_goes_to_the_first() -> None:
+    stream = cut(make_source(11), tasks=4)
+    assert [task.classes for task in stream.tasks] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)]
+    assert [task.index for task in stream.tasks] == [0, 1, 2, 3]
+
+
+def test_classes_per_task_leaves_the_rest_to_the_last() -> None:
+    stream = cut(make_source(8), classes_per_task=3)
+    assert [len(task.classes) for task in stream.tasks] == [3, 3, 2]
+    assert [len(task.classes) for task in cut(make_source(8), classes_per_task=50).tasks] == [8]
+
+
+def test_labels_are_rows_and_rows_lead_back_to_the_sources_classes() -> None:
+    source = make_source(6)
+    stream = cut(source, tasks=3, seed=1)
+    assert stream.class_order != tuple(range(6))
+    assert stream.class_names == tuple(f"c{number}" for number in stream.class_order)
+    for task in stream.tasks:
+        for samples in (task.train, task.test):
+            assert set(samples.labels.tolist()) == set(task.classes)
+            for position, row in enumerate(samples.labels.tolist()):
+                original = samples.split.labels[samples.indices[position]]
+                assert stream.class_order[row] == original
+        assert all(value >= 200 for value in pixel_values(task.test))
+        assert all(
+            value % 6 == stream.class_order[row]
+            for value, row in zip(pixel_values(task.train), task.train.labels.tolist(), strict=True)
+        )
+
+
+def test_class_lists_are_taken_as_they_are_whatever_the_seed() -> None:
+    lists = [["c5", "c0"], ["c3"]]
+    for seed in (0, 4):
+        stream = cut(make_source(6, 4), class_lists=lists, seed=seed)
+        assert stream.class_order == (5, 0, 3)
+        assert stream.class_names == ("c5", "c0", "c3")
+        assert [task.classes for task in stream.tasks] == [(0, 1), (2,)]
+        assert pixel_values(stream.tasks[0].train) == [0, 5, 6, 11, 12, 17, 18, 23]
+        assert stream.tasks[0].train.labels.tolist() == [1, 0] * 4
+        assert pixel_values(stream.tasks[1].test) == [203]
+
+
+def test_the_stream_carries_name_and_notes_of_its_source() -> None:
+    stream = cut(make_source(), tasks=2)
+    assert stream.name == "toy"
+    assert stream.notes == ("a toy",)
+    assert not stream.validation
+
+
+@given(
+    classes=st.integers(1, 30),
+    seed=st.integers(0, 50),
+    data=st.data(),
+)
+def test_every_class_is_in_one_task_and_every_image_is_used_once(
+    classes: int, seed: int, data: st.DataObject
+) -> None:
+    tasks = data.draw(st.integers(1, classes))
+    source = make_source(classes, 2)
+    stream = cut(source, tasks=tasks, seed=seed)
+    sizes = [len(task.classes) for task in stream.tasks]
+    assert len(sizes) == tasks
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert [row for task in stream.tasks for row in task.classes] == list(range(classes))
+    assert sorted(stream.class_order) == list(range(classes))
+    for part, count in (("train", 2 * classes), ("test", classes)):
+        used = np.concatenate([getattr(task, part).indices for task in stream.tasks])
+        assert sorted(used.tolist()) == list(range(count))
+
+
+@given(classes=st.integers(1, 30), size=st.integers(1, 35))
+def test_only_the_last_task_is_smaller(classes: int, size: int) -> None:
+    sizes = [len(task.classes) for task in cut(make_source(classes), classes_per_task=size).tasks]
+    assert sum(sizes) == classes
+    assert all(count == size for count in sizes[:-1])
+    assert 1 <= sizes[-1] <= size
+
+
+# --- validation ---
+
+
+def test_validation_holds_out_a_fifth_of_all_training_images_and_reads_no_test_image() -> None:
+    source = make_source(5, 20)
+    test = Unreadable(np.zeros((5, 1, 1), np.uint8), np.arange(5))
+    stream = cut(replace(source, test=test), tasks=2, seed=1, validation=True)
+    trained = [value for task in stream.tasks for value in pixel_values(task.train)]
+    held_out = [value for task in stream.tasks for value in pixel_values(task.test)]
+    assert len(trained) == 80
+    assert len(held_out) == 20
+    assert sorted(trained + held_out) == list(range(100))
+    assert stream.validation
+    assert any("held out (seed 1)" in note for note in stream.notes)
+    for task in stream.tasks:
+        assert set(task.test.labels.tolist()) <= set(task.classes)
+
+
+def test_validation_is_drawn_from_the_whole_and_by_the_seed() -> None:
+    def held_out(seed: int) -> list[int]:
+        stream = cut(make_source(5, 40), tasks=5, seed=seed, validation=True)
+        return sorted(int(i) for task in stream.tasks for i in task.test.indices)
+
+    assert held_out(1) == held_out(1)
+    assert held_out(1) != held_out(2)
+    per_class = [np.bincount(np.array(held_out(seed)) % 5, minlength=5) for seed in range(5)]
+    assert any(counts.max() > counts.min() for counts in per_class)  # not a fifth of each class
+    assert all(counts.sum() == 40 for counts in per_class)
+
+
+# --- removed domains ---
+
+
+def test_removed_domains_are_missing_in_training_and_present_in_the_test() -> None:
+    source = make_source(6, 12, domains=6)
+    stream = cut(source, tasks=3, remove_domains=4, seed=2)
+    for task in stream.tasks:
+        assert len(task.removed_domains) == 4
+        kept = set(range(6)) - set(task.removed_domains)
+        assert task.train.domains is not None
+        assert set(task.train.domains.tolist()) == kept
+        assert len(task.train) == 2 * 12 * 2 // 6
+        assert len(task.test) == 2
+    tested = np.concatenate([np.asarray(task.test.domains) for task in stream.tasks])
+    assert sorted(tested.tolist()) == list(range(6))
+    assert any("4 domains of each task removed" in note for note in stream.notes)
+
+
+def test_removed_domains_follow_seed_and_task_only() -> None:
+    def removed(seed: int, tasks: int) -> list[tuple[int, ...]]:
+        stream = cut(make_source(6, 15, domains=15), tasks=tasks, remove_domains=8, seed=seed)
+        return [task.removed_domains for task in stream.tasks]
+
+    assert removed(1, 3) == removed(1, 3) == removed(1, 6)[:3]
+    assert removed(1, 3) != removed(2, 3)
+    assert len(set(removed(1, 6))) > 1
+    counts = np.bincount([d for seed in range(60) for t in removed(seed, 3) for d in t])
+    assert counts == pytest.approx([180 * 8 / 15] * 15, rel=0.3)
+
+
+def test_a_class_left_without_training_images_keeps_its_row_and_is_listed() -> None:
+    # Classes 0 and 1 have images of one domain each, class 2 has both.
+    labels, kinds = [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 0, 1]
+    images_ = numbered(6)
+    source = array_source(
+        "toy", images_, labels, numbered(3), [0, 1, 2], train_domains=kinds, test_domains=[0, 1, 0]
+    )
+    stream = cut(source, tasks=1, remove_domains=1)
+    (task,) = stream.tasks
+    (gone,) = task.removed_domains
+    assert task.classes == (0, 1, 2)
+    assert task.untrained == (gone,)
+    assert set(task.train.labels.tolist()) == {1 - gone, 2}
+    assert task.test.labels.tolist() == [0, 1, 2]
+    assert any("1 classes have no training image" in note for note in stream.notes)
+
+
+def test_validation_images_keep_all_domains() -> None:
+    stream = cut(make_source(4, 30, domains=3), tasks=2, remove_domains=1, validation=True)
+    for task in stream.tasks:
+        assert task.train.domains is not None
+        assert task.test.domains is not None
+        assert len(set(task.train.domains.tolist())) == 2
+        assert len(set(task.test.domains.tolist())) == 3
+
+
+def test_nothing_is_removed_unless_asked() -> None:
+    for task in cut(make_source(6, 6, domains=3), tasks=2).tasks:
+        assert task.removed_domains == ()
+        assert task.untrained == ()
+        assert len(task.train) == 18
+
+
+# --- what can be wrong ---
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"tasks": 2, "classes_per_task": 3}, {"tasks": 2, "class_lists": [["c0"]]}],
+)
+def test_exactly_one_rule_is_needed(rules: dict[str, int]) -> None:
+    with pytest.raises(BadOption, match="exactly one of tasks, classes_per_task and class_lists"):
+        cut(make_source(), **rules)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tasks": 0}, "'tasks'.*0 is less than 1"),
+        ({"classes_per_task": 0}, "'classes_per_task'.*0 is less than 1"),
+        ({"tasks": 2, "seed": -1}, "'seed'.*-1 is negative"),
+        ({"tasks": 2, "remove_domains": -1}, "'remove_domains'.*-1 is negative"),
+        (
+            {"tasks": 2, "remove_domains": 3},
+            "3 of 3 domains leave no training image; use at most 2",
+        ),
+        ({"class_lists": ["c0", "c1"]}, "a list of class names for each task, not a name"),
+        ({"class_lists": "c0"}, "a list of class names for each task, not a name"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, int], problem: str) -> None:
+    with pytest.raises(BadOption, match=problem):
+        cut(make_source(domains=3), **options)  # type: ignore[arg-type]
+
+
+def test_removing_domains_needs_domains() -> None:
+    with pytest.raises(BadOption, match="the images of 'toy' have no domain labels"):
+        cut(make_source(), tasks=2, remove_domains=1)
+
+
+def test_more_tasks_than_classes_leave_a_task_empty() -> None:
+    with pytest.raises(EmptyTask, match="Task 7 has no class: 8 tasks of 6 classes"):
+        cut(make_source(6), tasks=8)
+
+
+@pytest.mark.parametrize(("lists", "task"), [([], 1), ([[]], 1), ([["c0"], []], 2)])
+def test_an_empty_list_is_an_empty_task(lists: list[list[str]], task: int) -> None:
+    with pytest.raises(EmptyTask, match=f"Task {task} has no class"):
+        cut(make_source(), class_lists=lists)
+
+
+def test_a_task_without_any_training_image_is_an_error() -> None:
+    source = array_source(
+        "toy", numbered(2), [0, 1], numbered(3), [0, 1, 2], class_names=["a", "b", "c"]
+    )
+    with pytest.raises(EmptyTask, match=r"Task 3 has no training image\. Give every task"):
+        cut(source, tasks=3)
+    (task,) = cut(source, tasks=1).tasks  # beside classes that have some, it is only untrained
+    assert task.untrained == (2,)
+
+
+def test_a_task_emptied_by_the_removal_names_the_domains() -> None:
+    source = array_source(
+        "toy",
+        numbered(10),
+        np.arange(10),
+        numbered(10),
+        np.arange(10),
+        train_domains=[0] * 10,
+        domain_names=["art", "toy"],
+    )
+    with pytest.raises(EmptyTask, match="no training image without the domains art"):
+        cut(source, tasks=10, remove_domains=1)  # one task in two loses its only domain
+
+
+def test_a_task_without_test_images_is_noted() -> None:
+    source = array_source("toy", numbered(2), [0, 1], numbered(1), [0])
+    assert cut(source, tasks=2).notes == ("task 2 has no test image",)
+
+
+def test_a_class_belongs_to_one_task() -> None:
+    with pytest.raises(ClassInTwoTasks, match="'c1' is in task 1 and again in task 2"):
+        cut(make_source(), class_lists=[["c0", "c1"], ["c2", "c1"]])
+
+
+def test_an_unknown_class_is_refused_with_the_nearest() -> None:
+    source = make_source(3, names=("tabby cat", "collie", "emu"))
+    with pytest.raises(UnknownName, match=r"no class 'taby cat'\. Did you mean 'tabby cat'\?"):
+        cut(source, class_lists=[["taby cat"]])
+
+
+# --- samples ---
+
+
+def test_a_subset_takes_positions_or_a_mask_in_order() -> None:
+    (task,) = cut(make_source(3, 2), tasks=1).tasks
+    assert pixel_values(task.train.subset([4, 0, 4])) == [4, 0, 4]
+    assert task.train.subset([4, 0]).labels.tolist() == [1, 0]
+    assert pixel_values(task.train.subset(task.train.labels == 2)) == [2, 5]
+    assert len(task.train.subset([])) == 0
+
+
+def test_samples_of_several_splits_are_one() -> None:
+    first, second = (
+        Samples(ArraySplit(numbered(4, start), [0] * 4, [7] * 4), np.array(at), np.array(rows))
+        for start, at, rows in ((0, [3, 1], [0, 1]), (100, [0, 2, 3], [5, 6, 7]))
+    )
+    both = Samples.concat([first, second, first])
+    assert pixel_values(both) == [3, 1, 100, 102, 103, 3, 1]
+    assert both.labels.tolist() == [0, 1, 5, 6, 7, 0, 1]
+    assert both.domains is not None
+    assert both.domains.tolist() == [7] * 7
+    again = Samples.concat([second, both.subset([6, 3]), both])
+    assert pixel_values(again) == [100, 102, 103, 1, 102, 3, 1, 100, 102, 103, 3, 1]
+    assert len(again.split) == 8  # a join of joins is flat, no split is in it twice
+    assert pixel_values(pickle.loads(pickle.dumps(again))) == pixel_values(again)
+
+
+def test_joining_lets_go_of_splits_that_are_no_longer_used() -> None:
+    first, second = (
+        Samples(ArraySplit(numbered(3, start), [0] * 3), np.arange(3), np.arange(3))
+        for start in (0, 50)
+    )
+    joined = Samples.concat([first, second])
+    assert Samples.concat([joined.subset([4, 5])]).split is second.split
+    assert Samples.concat([first, first.subset([1])]).split is first.split
+    assert pixel_values(Samples.concat([joined.subset([4, 5]), second])) == [51, 52, 50, 51, 52]
+
+
+def test_domains_of_a_join_are_unknown_when_some_are() -> None:
+    known = Samples(ArraySplit(numbered(1), [0], [0]), np.array([0]), np.array([0]))
+    unknown = Samples(ArraySplit(numbered(1), [0]), np.array([0]), np.array([0]))
+    assert Samples.concat([known, unknown]).domains is None
+
+
+def test_joining_empty_samples_is_fine_and_joining_nothing_is_not() -> None:
+    (task,) = cut(make_source(3, 2), tasks=1).tasks
+    empty = task.train.subset([])
+    assert len(Samples.concat([empty, empty])) == 0
+    assert pixel_values(Samples.concat([empty, task.test])) == [200, 201, 202]
+    with pytest.raises(ValueError, match="nothing to concatenate"):
+        Samples.concat([])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=6)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_joins_and_subsets_in_any_order_keep_images_and_labels_together(
+    parts: list[tuple[int, list[int]]], chance: object
+) -> None:
+    splits = [ArraySplit(numbered(5, 10 * number), np.zeros(5, int)) for number in range(3)]
+    expected: list[int] = []
+    samples: Samples | None = None
+    for which, at in parts:
+        values = [10 * which + place for place in at]
+        part = Samples(splits[which], np.array(at, np.int64), np.array(values, np.int64))
+        samples = part if samples is None else Samples.concat([samples, part])
+        expected += values
+        order = list(range(len(expected)))
+        chance.shuffle(order)  # type: ignore[attr-defined]
+        samples = samples.subset(order)
+        expected = [expected[position] for position in order]
+    assert samples is not None
+    assert pixel_values(samples) == expected == samples.labels.tolist()
+
+
+def test_samples_with_a_label_missing_are_refused() -> None:
+    with pytest.raises(ValueError, match="indices"):
+        Samples(ArraySplit(numbered(2), [0, 0]), np.arange(2), np.arange(1))
+
+
+def test_streams_do_not_change() -> None:
+    stream = cut(make_source(), tasks=2)
+    with pytest.raises(FrozenInstanceError):
+        stream.name = "other"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        stream.tasks[0].train.split = None  # type: ignore[misc, assignment]
+
+
+# --- workers ---
+
+
+class Views(Dataset[torch.Tensor]):
+    """What the engine does with samples, in short."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        rng = images.view_generator(5, 0, 0, int(self.samples.indices[position]))
+        pixels = Pixels(8, 1, (0.5,), (0.5,))
+        image = self.samples.image(position)
+        return images.training_view(image, pixels, images.Augmentation(), rng)
+
+
+def test_workers_batches_and_order_do_not_change_a_view() -> None:
+    rng = np.random.default_rng(0)
+    arrays = rng.integers(0, 256, (24, 12, 12), np.uint8)
+    stream: Stream = cut(
+        array_source("toy", arrays, np.arange(24) % 3, arrays[:3], [0, 1, 2]), tasks=1
+    )
+    views = Views(stream.tasks[0].train)
+    alone = torch.stack([views[position] for position in range(24)])
+    for workers, batch in ((0, 24), (2, 5)):
+        loaded = torch.cat(list(DataLoader(views, batch_size=batch, num_workers=workers)))
+        assert torch.equal(loaded, alone)
+    order = rng.permutation(24)
+    shuffled = Views(stream.tasks[0].train.subset(order))
+    assert torch.equal(torch.stack([shuffled[p] for p in range(24)]), alone[order])
