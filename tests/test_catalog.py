@@ -840,6 +840,6 @@ def test_a_record_that_cannot_be_written_is_said_and_the_backbone_still_loads(
     def read_only(*_: object) -> None:
         raise PermissionError("read-only file system")
 
-    monkeypatch.setattr("coda_prompt.model.hub.replacing", read_only)
+    monkeypatch.setattr("coda_prompt.model.hub.write_atomically", read_only)
     assert use(hub, tmp_path).revision == FIRST
     assert "is not pinned" in caplog.text

@@ -165,6 +165,13 @@ def test_the_bound_on_pixels_holds_where_pillow_has_none(
         open_image(path)
 
 
+def test_a_format_whose_decoder_starts_a_program_is_not_tried(tmp_path: Path) -> None:
+    path = tmp_path / "postscript.png"
+    path.write_bytes(damaged()[path.name])
+    with pytest.raises(BadImage, match="in none of the formats JPEG, PNG, "):
+        open_image(path)
+
+
 def test_what_is_no_file_is_a_bad_image(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     for path in (tmp_path / "none.jpg", tmp_path, tmp_path / "pipe.jpg"):
@@ -249,11 +256,11 @@ def test_cmyk_and_black_and_white_become_rgb(tmp_path: Path) -> None:
 
 
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
-    values = np.array([[0, 257, 32768, 65535]], np.uint16)
-    expected = [[0, 1, 128, 255]]
+    values = np.array([[0, 257, 32768, 65278, 65535]], np.uint16)
+    expected = [[0, 1, 128, 254, 255]]
     Image.fromarray(values).save(tmp_path / "a.png")
     Image.fromarray(values).save(tmp_path / "a.tif")
-    (tmp_path / "a.pgm").write_bytes(b"P5 4 1 65535\n" + values.astype(">u2").tobytes())
+    (tmp_path / "a.pgm").write_bytes(b"P5 5 1 65535\n" + values.astype(">u2").tobytes())
     for name in ("a.png", "a.tif", "a.pgm"):
         assert np.asarray(as_channels(open_image(tmp_path / name), 1)).tolist() == expected
     assert np.asarray(as_channels(Image.fromarray(values), 3))[0, 2].tolist() == [128] * 3
@@ -323,15 +330,19 @@ def test_an_image_that_no_crop_fits_gives_its_central_part(
     assert crop_box(*size, Augmentation(scale=(0.9, 1.0)), np.random.default_rng(0)) == expected
 
 
+class Highest(np.random.Generator):
+    def random(self) -> float:  # type: ignore[override]
+        return 1 - 2**-53
+
+
 def test_when_ten_tries_fail_on_an_image_of_allowed_shape_all_of_it_is_taken() -> None:
     always_wide = Augmentation(scale=(1.0, 1.0), ratio=(0.5, 2.0))
+    assert crop_box(100, 80, always_wide, Highest(np.random.PCG64(0))) == (0, 0, 100, 80)
 
-    class Highest(np.random.Generator):
-        def random(self) -> float:  # type: ignore[override]
-            return 1 - 2**-53
 
-    rng = Highest(np.random.PCG64(0))
-    assert crop_box(100, 80, always_wide, rng) == (0, 0, 100, 80)
+def test_a_crop_reaches_the_last_row_and_column() -> None:
+    quarter = Augmentation(scale=(0.25, 0.25), ratio=(1.0, 1.0))
+    assert crop_box(20, 20, quarter, Highest(np.random.PCG64(0))) == (10, 10, 20, 20)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**32), st.floats(0.001, 1))

@@ -192,7 +192,7 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     test: dict[str, list[str]] = {}
     for class_name, paths in files.items():
         shuffled = sorted(paths, key=lambda path: _draw(seed, os.path.relpath(path, root)))
-        kept = max(1, round(0.8 * len(paths)))
+        kept = round(0.8 * len(paths))  # 1 of 1
         train[class_name], test[class_name] = sorted(shuffled[:kept]), sorted(shuffled[kept:])
     notes = [f"a random 80/20 split of each class (seed {seed}), as the folder has none of its own"]
     if loose:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from coda_prompt.methods.base import (
     TaskBrief,
     TrainedMethod,
     make_config,
+    option_meanings,
 )
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
@@ -35,6 +37,7 @@ __all__ = [
     "PromptMethod",
     "TaskBrief",
     "TrainedMethod",
+    "describe",
     "find",
     "make",
 ]
@@ -85,6 +88,21 @@ def make(name: str, backbone: ViT, **options: Any) -> Method:
     method = entry.type(backbone, config)
     method.name = name
     return method
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Summary and options of a method, from its class and config, in JSON's terms."""
+    entry = find(name)
+    config = make_config(entry.type.Config, entry.options)
+    meanings = option_meanings(entry.type.Config)
+    options = [
+        {"name": option, "default": value, "meaning": meanings.get(option, "")}
+        for option, value in asdict(config).items()
+    ]
+    summary = (inspect.getdoc(entry.type) or "").split("\n")[0].removesuffix(".")
+    if entry.options:
+        summary += f" ({', '.join(f'{key} = {value}' for key, value in entry.options.items())})"
+    return {"name": name, "summary": summary, "options": options}
 
 
 def _from_file(spec: str) -> Entry:

@@ -11,8 +11,12 @@ parameter beside them. Class labels are rows: the k-th class ever seen has label
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -318,6 +322,23 @@ def make_config(config_type: type[MethodConfig], options: Mapping[str, Any]) -> 
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][:1]) or "?"
         raise BadOption(config_type.__name__, field, first["msg"].lower()) from error
+
+
+def option_meanings(config_type: type[MethodConfig]) -> dict[str, str]:
+    """The sentence under each field of a config class: help texts come from the source."""
+    meanings = {}
+    for owner in reversed(config_type.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in pairwise(body.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                meanings[field.target.id] = " ".join(str(below.value.value).split())
+    return meanings
 
 
 def check_length(field: str, length: int) -> None:

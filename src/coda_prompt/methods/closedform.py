@@ -46,7 +46,7 @@ class ClosedForm(Method):
 
 
 class NearestClassMean(ClosedForm):
-    """Cosine similarity to the mean frozen feature of each class."""
+    """Nearest class mean: cosine similarity to the mean frozen feature of each class."""
 
     variants = MappingProxyType({"ncm": {}})
     grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, "sums": 0, "counts": 0}
@@ -84,7 +84,10 @@ class RanPACConfig(MethodConfig):
 
 
 class RanPAC(ClosedForm):
-    """Ridge regression on a fixed random ReLU projection (McDonnell et al. 2023)."""
+    """RanPAC: ridge regression on a random ReLU projection of frozen features.
+
+    After McDonnell et al. 2023. The projection is fixed and the statistics are running sums.
+    """
 
     Config: ClassVar[type[MethodConfig]] = RanPACConfig
     variants = MappingProxyType({"ranpac": {}})

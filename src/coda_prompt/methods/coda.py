@@ -67,6 +67,7 @@ class CodaConfig(MethodConfig):
     blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Prompted blocks, counted from 0."""
     preset: Literal["paper", "release-2022", "release-2023"] = "release-2023"
+    """Which published form: how components start, and the penalty that keeps them orthogonal."""
     orthogonality_weight: float | None = Field(default=None, ge=0)
     """Weight of the orthogonality penalty (lambda); None: the preset's."""
     attention: bool = True
@@ -78,7 +79,10 @@ class CodaConfig(MethodConfig):
 
 
 class CodaPrompt(PromptMethod):
-    """Eqs. 3-7 of the paper. Tensors of all prompted blocks are stacked in the first axis."""
+    """CODA-P: prompts are sums of components, weighted by attended key-query similarity.
+
+    Eqs. 3-7 of the paper. Tensors of all prompted blocks are stacked in the first axis.
+    """
 
     Config: ClassVar[type[MethodConfig]] = CodaConfig
     variants = MappingProxyType({"coda-p": {}, "coda-p-s": {"components": 20, "length": 4}})

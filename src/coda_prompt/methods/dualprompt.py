@@ -43,7 +43,10 @@ class DualPromptConfig(MethodConfig):
 
 
 class DualPrompt(PromptMethod):
-    """Training uses the task's own expert; inference the nearest key's, per block and image."""
+    """DualPrompt: general prompts for all tasks, and an expert prompt per task.
+
+    Training uses the task's own expert; inference the nearest key's, per block and image.
+    """
 
     Config: ClassVar[type[MethodConfig]] = DualPromptConfig
     variants = MappingProxyType({"dualprompt": {}})

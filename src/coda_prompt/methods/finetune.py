@@ -67,7 +67,7 @@ class FineTuningMasked(WholeNetwork):
 
 
 class UpperBound(WholeNetwork):
-    """All classes at once, evaluated on the stream's tasks."""
+    """Upper bound: the network trained on all classes at once, tested on the stream's tasks."""
 
     variants = MappingProxyType({"upper-bound": {}})
     trains_on = "all"

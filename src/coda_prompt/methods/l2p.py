@@ -43,7 +43,10 @@ class L2PConfig(MethodConfig):
 
 
 class L2P(PromptMethod):
-    """The pool and its keys train in every task; selection is per image, never by the batch."""
+    """L2P++: a pool of prompts trained in every task; each image takes those with nearest keys.
+
+    Selection is per image, never by a vote of the batch.
+    """
 
     Config: ClassVar[type[MethodConfig]] = L2PConfig
     variants = MappingProxyType(

@@ -16,7 +16,10 @@ from coda_prompt.model.vit import ViT
 
 
 class LearningWithoutForgetting(WholeNetwork):
-    """Binary cross-entropy, summed over classes and averaged over the batch."""
+    """LwF.MC: the network, sigmoid outputs; its outputs before the task hold old classes.
+
+    Binary cross-entropy, summed over classes and averaged over the batch.
+    """
 
     variants = MappingProxyType({"lwf-mc": {}})
 

@@ -25,7 +25,10 @@ class ReplayConfig(MethodConfig):
 
 
 class ExperienceReplay(WholeNetwork):
-    """The buffer holds (task, image, class): which images were kept, in the order of keeping."""
+    """ER: the network trained on the task and on a class-balanced buffer of past images.
+
+    The buffer holds (task, image, class): which images were kept, in the order of keeping.
+    """
 
     Config: ClassVar[type[MethodConfig]] = ReplayConfig
     variants = MappingProxyType({"er-5000": {}})

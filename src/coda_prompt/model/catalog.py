@@ -16,10 +16,10 @@ from types import MappingProxyType
 import torch
 
 from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.files import file_sha256
 from coda_prompt.model import hub
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.model.weights import (
-    file_sha256,
     infer_config,
     load_weights,
     read_description,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coda_prompt.errors import BackboneUnavailable, CorruptFile, HashMismatch
-from coda_prompt.model.weights import file_sha256, replacing
+from coda_prompt.files import file_sha256, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ def _record(record: Path, key: str, found: Pin) -> Pin:
             pins = _read_record(record)
             pin = pins.setdefault(key, found)
             entries = {name: asdict(entry) for name, entry in sorted(pins.items())}
-            with replacing(record) as temporary:
-                temporary.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
+            write_atomically(record, json.dumps(entries, indent=2).encode() + b"\n")
     except (OSError, NotImplementedError) as error:  # a read-only folder, one without locks
         log.warning("%s could not be written (%s): '%s' is not pinned", record, error, key)
         return found

@@ -7,12 +7,9 @@ it expects (`pixels`) as JSON. Files from elsewhere lack them, so they can be in
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
-import os
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +27,7 @@ from coda_prompt.errors import (
     ShapeMismatch,
     UnknownArchitecture,
 )
+from coda_prompt.files import write_atomically
 from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
 from coda_prompt.pixels import Pixels
 
@@ -75,9 +73,7 @@ def write_weights(path: Path, vit: ViT, pixels: Pixels) -> None:
         "pixels": json.dumps(dataclasses.asdict(pixels)),
     }
     tensors = {name: tensor.contiguous() for name, tensor in vit.state_dict().items()}
-    with replacing(path) as temporary:
-        # Not safetensors' own `save_file`: it makes files that no other user may read.
-        temporary.write_bytes(save(tensors, metadata))
+    write_atomically(path, save(tensors, metadata))
 
 
 def read_description(path: Path) -> tuple[ViTConfig | None, Pixels | None]:
@@ -117,25 +113,6 @@ def infer_config(path: Path) -> ViTConfig:
         layer_scale="blocks.0.ls1.gamma" in shapes,
         position_for_class=position_for_class,
     )
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that takes the place of `path` when all went well."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

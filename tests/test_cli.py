@@ -1,0 +1,66 @@
+"""The command line as a user meets it: as a process, with its exit codes and streams."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coda_prompt import __version__
+from coda_prompt.methods import METHODS
+
+
+def coda(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from coda_prompt.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_version() -> None:
+    done = coda("--version")
+    assert (done.returncode, done.stdout) == (0, f"coda-prompt {__version__}\n")
+
+
+def test_help_does_not_load_torch() -> None:
+    program = (
+        "import sys; from coda_prompt.cli import app; from typer.testing import CliRunner; "
+        "print(CliRunner().invoke(app, ['--help']).exit_code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "False"]
+
+
+def test_methods_as_json_are_all_there_with_their_options() -> None:
+    done = coda("methods", "--json")
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["name"] for row in rows] == list(METHODS)
+    small = next(row for row in rows if row["name"] == "coda-p-s")
+    assert {key: small["options"][1][key] for key in ("name", "default")} == {
+        "name": "components",
+        "default": 20,
+    }
+    assert all(option["meaning"] for row in rows for option in row["options"])
+
+
+def test_backbones_as_json() -> None:
+    rows = json.loads(coda("backbones", "--json").stdout)["rows"]
+    assert {"pocket", "vit-b16-in1k", "dinov2-s14-reg"} <= {row["name"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("methods", "codap"), "coda: There is no method 'codap'. Did you mean 'coda-p'?\n"),
+        (("methods", "no.py:Mine"), "coda: 'no.py:Mine' cannot be used as a method"),
+        (("metods",), "metods"),
+    ],
+)
+def test_a_mistake_ends_in_one_message_and_exit_code_2(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    done = coda(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
