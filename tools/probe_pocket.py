@@ -59,7 +59,7 @@ def ridge_accuracy(features: Tensor, classes: int) -> tuple[float, float]:
 
     validation = part(slice(FIT_DRAWINGS, TRAIN_DRAWINGS))
     ridge = Ridge(*part(slice(FIT_DRAWINGS)))
-    best = max(PENALTIES, key=lambda penalty: ridge.accuracy(*validation, penalty))
+    best = max(reversed(PENALTIES), key=lambda penalty: ridge.accuracy(*validation, penalty))
     test = part(slice(TRAIN_DRAWINGS, DRAWINGS))
     return Ridge(*part(slice(TRAIN_DRAWINGS))).accuracy(*test, best), best
 
