@@ -68,7 +68,8 @@ def load_backbone(path: Path) -> tuple[ViT, Pixels]:
     """The ViT of a weights file in float32, and the pixels it expects."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        weights = {name: file.get_tensor(name).float() for name in file.keys()}
+        names: list[str] = file.keys()
+        weights = {name: file.get_tensor(name).float() for name in names}
     fields = json.loads(metadata["vit"])
     vit = ViT(ViTConfig(**{**fields, "stem": tuple(fields["stem"])}))
     vit.load_state_dict(weights)
