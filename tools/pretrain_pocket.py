@@ -19,6 +19,7 @@ import json
 import logging
 import platform
 import sys
+import textwrap
 from datetime import date
 from pathlib import Path
 
@@ -55,10 +56,12 @@ VALIDATION_DRAWINGS = 5
 CARD = """\
 # pocket-vit: a small ViT for drawings
 
-{parameters} parameters: {vit.depth} blocks of width {vit.width} with {vit.heads} heads and MLPs of
-{vit.mlp_width}, after a stem of two 3x3 stride-2 convolutions (1 -> {vit.stem[0]} -> {vit.width}
-channels, 7 x 7 tokens); no classifier. `pocket-vit.safetensors` holds it in fp16, BatchNorm folded
-into the stem; its metadata holds the architecture (`vit`) and the input (`pixels`).
+{parameters} parameters: {vit.depth} blocks of width {vit.width} with {vit.heads} heads and MLPs
+of {vit.mlp_width}, after a stem of two 3x3 stride-2 convolutions
+(1 -> {vit.stem[0]} -> {vit.width} channels, 7 x 7 tokens); no classifier.
+`pocket-vit.safetensors` holds it in fp16, BatchNorm folded into the stem; its metadata holds the
+architecture (`vit`) and the input (`pixels`).
+
 sha256: `{sha256}`
 
 **Input:** 28 x 28, one channel, values 0 to 1, not normalised further (mean 0, std 1); **strokes
@@ -89,13 +92,15 @@ displacement. No contrast change, noise, blur, ground, change of stroke width, o
 drawings or quarter turns: the benchmark's renditions stay new to the backbone.
 
 Recipe: AdamW (weight decay {weight_decay}), batch {batch}, warm-up and cosine, bfloat16 autocast,
-moving average of the weights (the average is what ships), seed {seed}.{teacher}
-{student}
+moving average of the weights (the average is what ships), seed {seed}.
+
+{networks}
 
     {command}
 
-The schedules follow the clock, so another machine gives other figures; `{by_epochs}`
-asks for the same number of images instead.
+The schedules follow the clock, so another machine gives other figures. The same number of images:
+
+    {command_by_epochs}
 
 Machine: {machine}. Trained {date}.
 
@@ -177,17 +182,19 @@ def write_card(
     drawings, run = len(data.labels), runs["vit"]
     classes = int(data.labels.max()) + 1
     epochs = {name: run.step * run.recipe.batch / drawings for name, run in runs.items()}
-    command, by_epochs = "PYTHONPATH=src python tools/pretrain_pocket.py", ""
-    teacher = ""
+    command = "PYTHONPATH=src python tools/pretrain_pocket.py"
+    by_epochs = f"--epochs {epochs['vit']:.1f}"
+    networks = [f"ViT: {run_summary(run, drawings)}."]
     if "teacher" in runs:
-        teacher = (
-            "\n\nTeacher: a residual network of "
+        networks.insert(
+            0,
+            "Teacher: a residual network of "
             f"{sum(each.numel() for each in runs['teacher'].network.parameters())} parameters, "
             f"{run_summary(runs['teacher'], drawings)}; top-1 on held-out drawings "
             f"{validated['teacher']:.2f} %. The ViT learns from the labels, the teacher's softened "
-            "predictions and the direction of its features, all on the same warped drawing."
+            "predictions and the direction of its features, all on the same warped drawing.",
         )
-        by_epochs = f"--teacher-epochs {epochs['teacher']:.1f} "
+        by_epochs = f"--teacher-epochs {epochs['teacher']:.1f} {by_epochs}"
     write_atomically(
         path,
         CARD.format(
@@ -202,11 +209,10 @@ def write_card(
             weight_decay=run.recipe.weight_decay,
             batch=run.recipe.batch,
             seed=options.seed,
-            teacher=teacher,
-            student=f"\nViT: {run_summary(run, drawings)}.",
+            networks="\n\n".join(textwrap.fill(each, 100) for each in networks),
             command=f"{command} --teacher-minutes {options.teacher_minutes:g} "
             f"--minutes {options.minutes:g} --seed {options.seed}",
-            by_epochs=f"{by_epochs}--epochs {epochs['vit']:.1f}",
+            command_by_epochs=f"{command} {by_epochs} --seed {options.seed}",
             machine=f"{options.threads} cores ({platform.machine()}), shared with other work, "
             f"torch {torch.__version__}",
             date=date.today().isoformat(),

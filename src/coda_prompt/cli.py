@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -84,6 +85,41 @@ def methods(
         for description in descriptions:
             table.add_row(description["name"], description["summary"])
     Console().print(table)
+
+
+@app.command(
+    epilog="Examples: `coda bench pocket`; "
+    "`coda bench pocket --methods coda-p,ncm --trials 1 --json`; "
+    "`coda bench pocket --set training.epochs=2 --set methods.coda-p.options.length=4`"
+)
+def bench(
+    benchmark: Annotated[str, typer.Argument(help="A preset, or the path of a YAML file.")],
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
+    ] = "",
+    trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs"),
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")
+    ] = None,
+    validation: Annotated[
+        bool, typer.Option(help="Test on a fifth of the training images instead.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved runs and stop.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a benchmark: methods x trials, task after task, and a table in the end.
+
+    Finished runs are not run again: the same command continues an interrupted benchmark.
+    """
+    from coda_prompt.bench import command
+
+    overrides = list(override or [])
+    if trials is not None:
+        overrides.append(f"trials={trials}")
+    if validation:
+        overrides.append("stream.validation=true")
+    command.bench(benchmark, methods, overrides, out, dry_run=dry_run, as_json=as_json)
 
 
 def main() -> None:

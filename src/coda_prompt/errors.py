@@ -152,3 +152,11 @@ class BadMethod(CodaError):
             f"'{spec}' cannot be used as a method: {problem}. Write it as path/to/file.py:Class, "
             "with a class derived from coda_prompt.methods.Method."
         )
+
+
+class ChangedRun(CodaError):
+    def __init__(self, folder: object, differences: Sequence[str]) -> None:
+        super().__init__(
+            f"{folder} holds a run with another configuration ({_listed(differences)}). Use "
+            "another folder for this one, or remove the old one."
+        )

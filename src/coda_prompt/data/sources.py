@@ -33,6 +33,8 @@ class Split(Protocol):
 
     def image(self, index: int) -> Image.Image: ...
 
+    def fingerprint(self) -> str: ...
+
 
 class ArraySplit:
     """Images in memory: uint8, N x H x W (grey) or N x H x W x 3 (RGB)."""
@@ -59,6 +61,13 @@ class ArraySplit:
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(self.images[index])
 
+    def fingerprint(self) -> str:
+        """A hash of all pixels and labels."""
+        digest = hashlib.sha256(f"{self.images.shape}".encode())
+        digest.update(np.ascontiguousarray(self.images).data)
+        digest.update(self.labels.data)
+        return digest.hexdigest()
+
 
 class FileSplit:
     """Image files, opened when asked for; one that cannot be read is a `BadImage` with its path."""
@@ -80,6 +89,14 @@ class FileSplit:
 
     def image(self, index: int) -> Image.Image:
         return open_image(self.paths[index])
+
+    def fingerprint(self) -> str:
+        """A hash of the files' names, sizes and labels; their bytes are not read."""
+        digest = hashlib.sha256()
+        for path, label in zip(self.paths, self.labels, strict=True):
+            size = os.stat(path).st_size
+            digest.update(f"{os.path.basename(path)}/{size}/{label}\n".encode())
+        return digest.hexdigest()
 
 
 def _integers(owner: str, field: str, values: ArrayLike, count: int) -> Integers:
@@ -103,6 +120,11 @@ class Source:
     test: Split
     domain_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        """A hash that another dataset, split or labelling would not have."""
+        parts = (*self.class_names, self.train.fingerprint(), self.test.fingerprint())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def __post_init__(self) -> None:
         owner = f"source '{self.name}'"

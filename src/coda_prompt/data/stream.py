@@ -84,6 +84,9 @@ class _JoinedSplit:
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.splits[number].image(index - int(self.starts[number]))
 
+    def fingerprint(self) -> str:
+        return "+".join(split.fingerprint() for split in self.splits)
+
 
 def _located(samples: Samples) -> tuple[tuple[Split, ...], Integers, Integers]:
     """Splits that are no join, which of them each sample is from, and where it is in it."""

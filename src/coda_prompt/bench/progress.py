@@ -1,0 +1,96 @@
+"""What a person sees while runs go on: on a terminal a bar with ETA, else a line a task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from coda_prompt.bench.runner import Run
+from coda_prompt.methods import find
+from coda_prompt.training.engine import Event
+
+
+class BenchProgress:
+    """Counts work in epochs of a task; a method without gradients counts as one."""
+
+    def __init__(self, runs: Sequence[Run], console: Console) -> None:
+        self._console = console
+        self._weights = {run.folder: self._work(run) for run in runs}
+        self._done = 0.0
+        self._current: Run | None = None
+        self._started = time.monotonic()
+        self._accuracy = ""
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[eta]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._line = self._bar.add_task("", total=sum(self._weights.values()) or 1, eta="")
+
+    def __enter__(self) -> BenchProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def on_event(self, run: Run, event: Event) -> None:
+        if run is not self._current:
+            self._current, self._accuracy = run, ""
+        tasks = max(1, event.tasks)
+        share = event.task / tasks
+        if event.kind in ("step", "epoch"):
+            within = (event.epoch + event.step / max(1, event.steps)) / event.epochs
+            share += min(1.0, within) / tasks
+        if event.kind == "evaluation":
+            share = (event.task + 1) / tasks
+            mean = 100 * sum(event.accuracies) / len(event.accuracies)
+            self._accuracy = f", {mean:.1f} % so far"
+            self._say(run, event, mean)
+        done = self._done + share * self._weights.get(run.folder, 0.0)
+        where = f"{run.method}, trial {run.seed + 1}, task {event.task + 1}/{tasks}"
+        if event.epochs:
+            where += f", epoch {event.epoch + 1}/{event.epochs}"
+        self._bar.update(
+            self._line, completed=done, description=where + self._accuracy, eta=self._eta(done)
+        )
+
+    def finished(self, run: Run) -> None:
+        self._done += self._weights.get(run.folder, 0.0)
+        self._bar.update(self._line, completed=self._done)
+
+    def _say(self, run: Run, event: Event, mean: float) -> None:
+        if self._console.is_terminal:
+            return
+        done = self._done + (event.task + 1) / max(1, event.tasks) * self._weights.get(run.folder, 0.0)
+        self._console.print(
+            f"{run.method}, trial {run.seed + 1}, task {event.task + 1}/{event.tasks}: "
+            f"{mean:.1f} % over all classes so far, {self._eta(done)}"
+        )
+
+    def _eta(self, done: float) -> str:
+        total = sum(self._weights.values())
+        elapsed = time.monotonic() - self._started
+        if done <= 0:
+            return ""
+        left = elapsed * (total - done) / done
+        return f"{int(left) // 60}:{int(left) % 60:02d} left"
+
+    @staticmethod
+    def _work(run: Run) -> float:
+        if find(run.method).type.closed_form:
+            return 0.3
+        return float(run.benchmark.method_training(run.method, run.seed).epochs)
