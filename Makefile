@@ -1,9 +1,9 @@
-# One command on a fresh machine: `make test` builds .venv, installs, checks and tests.
+# One command each on a fresh machine: `make demo` and `make test` build .venv and install first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install lint types test test-fast test-slow clean
+.PHONY: install demo lint types test test-slow clean
 
 install: $(VENV)/.installed
 
@@ -12,6 +12,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+demo: install
+	$(BIN)/coda bench pocket --trials 1 --out runs/demo
 
 lint: install
 	$(BIN)/ruff check .

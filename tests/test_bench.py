@@ -1,0 +1,245 @@
+"""`coda bench`: presets, overrides, run folders, tables, on a tiny benchmark of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from small import tiny_vit
+
+from coda_prompt.bench import report
+from coda_prompt.bench.config import load_benchmark, preset_names
+from coda_prompt.bench.runner import runs_of
+from coda_prompt.errors import BadOption, ChangedRun, CodaError, MissingData, UnknownName
+from coda_prompt.methods import METHODS
+from coda_prompt.model.catalog import write_weights
+from coda_prompt.pixels import Pixels
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A benchmark file on a folder of 16 x 16 images and a tiny ViT."""
+    root = tmp_path_factory.mktemp("tiny")
+    random = np.random.default_rng(0)
+    for name in "abcdef":
+        prototype = random.integers(0, 150, (16, 16))
+        for part, count in (("train", 6), ("test", 3)):
+            folder = root / "data" / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = (prototype + random.integers(0, 100, (16, 16))).astype(np.uint8)
+                Image.fromarray(image).save(folder / f"{number}.png")
+    write_weights(root / "tiny.safetensors", tiny_vit(), Pixels(16, 1, (0.5,), (0.5,), "bilinear"))
+    benchmark = {
+        "name": "tiny",
+        "source": str(root / "data"),
+        "backbone": str(root / "tiny.safetensors"),
+        "stream": {"tasks": 3},
+        "trials": 2,
+        "training": {"epochs": 1, "batch_size": 8},
+        "methods": {
+            "coda-p": {"options": {"components": 6}},
+            "ncm": {},
+            "upper-bound": {"training": {"learning_rate": 1e-3}},
+        },
+    }
+    (root / "tiny.yaml").write_text(yaml.safe_dump(benchmark))
+    return root / "tiny.yaml"
+
+
+def coda(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from coda_prompt.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.fixture(scope="module")
+def done(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The benchmark run once: its folder and what --json printed."""
+    out = tmp_path_factory.mktemp("runs")
+    finished = coda("bench", str(tiny), "--json", "--out", str(out))
+    assert finished.returncode == 0, finished.stderr
+    return out, json.loads(finished.stdout)
+
+
+def test_json_has_one_row_a_method_and_nothing_else(done: tuple[Path, dict[str, Any]]) -> None:
+    rows = {row["method"]: row for row in done[1]["rows"]}
+    assert list(rows) == ["coda-p", "ncm", "upper-bound"]
+    for row in rows.values():
+        assert row["trials"] == 2
+        assert 0 <= row["A_N"]["mean"] <= 100
+        assert row["A_N"]["std"] >= 0
+    assert rows["upper-bound"]["F_paper"]["mean"] is None, "it has no accuracy before the end"
+    assert rows["coda-p"]["difference"] is None
+    assert len(rows["ncm"]["difference"]["interval"]) == 2
+
+
+def test_every_number_can_be_traced_to_a_run_folder(done: tuple[Path, dict[str, Any]]) -> None:
+    out, printed = done
+    accuracies = []
+    for seed in (0, 1):
+        folder = out / "tiny" / "coda-p" / f"trial-{seed}"
+        config = json.loads((folder / "config.json").read_text())
+        assert config["training"]["seed"] == seed
+        assert config["options"]["tasks"] == 3
+        environment = json.loads((folder / "environment.json").read_text())
+        assert len(environment["backbone"]["sha256"]) == 64
+        assert len(environment["data"]["sha256"]) == 64
+        assert environment["packages"]["torch"]
+        result = json.loads((folder / "result.json").read_text())
+        accuracies.append(100 * np.mean(result["matrix"][-1]))
+        assert result["seconds"] > 0
+        assert result["peak_memory_bytes"] > 1e7
+        events = [json.loads(line) for line in (folder / "events.jsonl").open()]
+        assert [event["kind"] for event in events] == ["task", "epoch", "evaluation"] * 3
+    row = printed["rows"][0]
+    assert row["A_N"]["mean"] == pytest.approx(np.mean(accuracies))
+    assert row["A_N"]["std"] == pytest.approx(np.std(accuracies))
+
+
+def test_trials_have_the_same_class_order_for_every_method(
+    done: tuple[Path, dict[str, Any]],
+) -> None:
+    orders = {
+        (method, seed): json.loads(
+            (done[0] / "tiny" / method / f"trial-{seed}" / "result.json").read_text()
+        )["class_names"]
+        for method in ("coda-p", "ncm", "upper-bound")
+        for seed in (0, 1)
+    }
+    assert orders["coda-p", 0] == list("abcdef")
+    assert orders["coda-p", 1] != orders["coda-p", 0]
+    for seed in (0, 1):
+        assert orders["coda-p", seed] == orders["ncm", seed] == orders["upper-bound", seed]
+
+
+def test_finished_runs_are_not_run_again_and_missing_ones_are(
+    tiny: Path, done: tuple[Path, dict[str, Any]]
+) -> None:
+    out, printed = done
+    kept = out / "tiny" / "coda-p" / "trial-0" / "result.json"
+    lost = out / "tiny" / "coda-p" / "trial-1" / "result.json"
+    before, times = lost.read_text(), kept.stat().st_mtime_ns
+    lost.unlink()
+    again = coda("bench", str(tiny), "--json", "--out", str(out))
+    assert kept.stat().st_mtime_ns == times
+    assert json.loads(lost.read_text())["matrix"] == json.loads(before)["matrix"]
+    rows = zip(json.loads(again.stdout)["rows"], printed["rows"], strict=True)
+    assert all(now["A_N"] == then["A_N"] for now, then in rows)
+
+
+def test_another_configuration_in_the_same_folder_is_refused_with_the_difference(
+    tiny: Path, done: tuple[Path, dict[str, Any]]
+) -> None:
+    changed = coda("bench", str(tiny), "--out", str(done[0]), "--set", "training.epochs=2")
+    assert changed.returncode == 2
+    assert "training.epochs: 1 -> 2" in changed.stderr
+    assert "Traceback" not in changed.stderr
+
+
+def test_the_table_and_pictures(tiny: Path, done: tuple[Path, dict[str, Any]]) -> None:
+    shown = coda("bench", str(tiny), "--out", str(done[0]), "--methods", "coda-p,ncm")
+    assert "coda-p" in shown.stdout
+    assert "A_N" in shown.stdout
+    for name in ("accuracy.png", "matrices.png"):
+        picture = Image.open(done[0] / "tiny" / name)
+        assert picture.size[0] > 600
+        assert name in shown.stderr
+
+
+def test_a_dry_run_resolves_everything_without_data() -> None:
+    shown = coda("bench", "pocket", "--dry-run", "--set", "source=/nowhere", "--trials", "1")
+    runs = json.loads(shown.stdout)["runs"]
+    assert [run["method"] for run in runs] == ["coda-p", "dualprompt", "ft++", "ncm"]
+    assert runs[0]["options"]["tasks"] == 5
+    assert runs[0]["source"] == "/nowhere"
+
+
+def test_pocket_has_four_presets_with_every_method() -> None:
+    names = [name for name in preset_names() if name.startswith("pocket")]
+    assert names == ["pocket", "pocket-10", "pocket-20", "pocket-dual-shift"]
+    tasks = {name: load_benchmark(name).stream.tasks for name in names}
+    assert tasks == {"pocket": 5, "pocket-10": 10, "pocket-20": 20, "pocket-dual-shift": 5}
+    assert load_benchmark("pocket-dual-shift").stream.remove_domains == 5
+    for name in names:
+        assert set(load_benchmark(name).methods) == set(METHODS)
+
+
+def test_a_preset_is_overridden_by_the_command_line() -> None:
+    benchmark = load_benchmark(
+        "pocket", ["training.epochs=3", "methods.coda-p.options.length=6", "trials=1"]
+    )
+    assert benchmark.method_training("ft", 0).epochs == 3
+    assert benchmark.method_config("coda-p").length == 6  # type: ignore[attr-defined]
+    runs = runs_of(benchmark, ["coda-p"], Path("out"))
+    assert [run.config["training"]["epochs"] for run in runs] == [3]
+
+
+def test_validation_tests_on_training_images(tiny: Path, tmp_path: Path) -> None:
+    shown = coda(
+        "bench", str(tiny), "--validation", "--methods", "ncm", "--trials", "1",
+        "--json", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    result = json.loads((tmp_path / "tiny" / "ncm" / "trial-0" / "result.json").read_text())
+    assert sum(result["test_images"]) == 36 // 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "message"),
+    [
+        (["trails=3"], UnknownName, "Did you mean 'trials'"),
+        (["stream.task=3"], UnknownName, "Did you mean 'tasks'"),
+        (["training.epoch=3"], UnknownName, "Did you mean 'epochs'"),
+        (["methods.coda-p.option.length=4"], UnknownName, "Did you mean 'options'"),
+        (["methods.coda-p.options.lengh=4"], UnknownName, "Did you mean 'length'"),
+        (["methods.coda.options.length=4"], UnknownName, "Did you mean 'coda-p'"),
+        (["trials=many"], BadOption, "trials"),
+        (["training.epochs=0"], BadOption, "epochs"),
+        (["trials"], BadOption, "is not field=value"),
+        (["name.first=a"], BadOption, "has no fields"),
+        (["trials=[1"], BadOption, "is not a value"),
+    ],
+)
+def test_a_wrong_override_is_named(
+    overrides: list[str], kind: type[CodaError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        load_benchmark("pocket", overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "poket"), "Did you mean 'pocket'"),
+        (("bench", "nowhere.yaml"), "there is no such file"),
+        (("bench", "pocket", "--methods", "coda"), "Did you mean 'coda-p'"),
+        (("bench", "pocket", "--methods", "ncm,ncm"), "names a method twice"),
+        (("bench", "pocket", "--methods", "ncm", "--set", "source=/nowhere"), "/nowhere"),
+        (("bench", "pocket", "--methods", "ncm", "--set", "backbone=poket"), "Did you mean"),
+    ],
+)
+def test_a_mistake_ends_in_one_message_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    finished = coda(*arguments, cwd=tmp_path)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert finished.stdout == ""
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingData, match="holds no finished run"):
+        report.read_runs(tmp_path)
+
+
+def test_a_changed_run_names_every_difference() -> None:
+    error = ChangedRun("runs/a", ["training.epochs: 1 -> 2"])
+    assert "training.epochs: 1 -> 2" in str(error)

@@ -1,0 +1,67 @@
+"""The embedded data and backbone: what they are, and that they are what was shipped."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from coda_prompt.data.pocket import pocket_source
+from coda_prompt.data.renditions import STYLES, render, style_of
+
+ASSETS = resources.files("coda_prompt") / "assets"
+
+
+def arrays() -> dict[str, np.ndarray]:
+    with (ASSETS / "pocket-drawings.npz").open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        return {name: loaded[name] for name in loaded.files}
+
+
+def test_no_pretraining_class_is_in_the_benchmark() -> None:
+    found = arrays()
+    benchmark, pretraining = set(found["classes"]), set(found["pretraining_classes"])
+    assert (len(benchmark), len(pretraining)) == (100, 245)
+    assert not benchmark & pretraining
+
+
+def test_eighty_drawings_a_class_train_and_twenty_test() -> None:
+    source = pocket_source(strength=0)
+    assert np.bincount(source.train.labels).tolist() == [80] * 100
+    assert np.bincount(source.test.labels).tolist() == [20] * 100
+    drawings = arrays()["drawings"].reshape(100, 100, 28, 28)
+    assert np.array_equal(np.asarray(source.train.image(81)), drawings[1, 1])
+    assert np.array_equal(np.asarray(source.test.image(21)), drawings[1, 81])
+
+
+def test_every_drawing_has_one_style_and_all_styles_are_about_as_frequent() -> None:
+    source = pocket_source()
+    assert source.domain_names == tuple(STYLES)
+    for split in (source.train, source.test):
+        shares = np.bincount(split.domains, minlength=10) / len(split)
+        assert shares.min() > 0.07
+        assert shares.max() < 0.13
+
+
+def test_the_style_of_a_drawing_is_fixed_by_its_name() -> None:
+    assert [style_of(f"cat/{number}") for number in range(6)] == [
+        style_of(f"cat/{number}") for number in range(6)
+    ]
+    assert len({style_of(f"cat/{number}") for number in range(100)}) == len(STYLES)
+
+
+def test_the_benchmark_is_the_same_on_every_machine() -> None:
+    assert pocket_source(0.5).fingerprint() == pocket_source(0.5).fingerprint()
+    assert pocket_source(0.5).fingerprint() != pocket_source(0.6).fingerprint()
+
+
+@pytest.mark.parametrize("style", list(STYLES))
+def test_strength_scales_every_style_from_nothing(style: str) -> None:
+    drawings = arrays()["drawings"][:200:10]
+    number = np.full(len(drawings), list(STYLES).index(style))
+    untouched, half, full = (render(drawings, number, strength) for strength in (0, 0.5, 1))
+    difference = [np.abs(image.astype(float) - drawings).mean() for image in (half, full)]
+    assert np.abs(untouched.astype(int) - drawings).max() <= 1
+    if style != "plain":
+        assert 0.5 < difference[0] < difference[1]
