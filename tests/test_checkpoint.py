@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import PLAIN_VIEWS, patterns, tiny_vit
+from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.data.stream import cut
-from coda_prompt.errors import CodaError, CorruptFile, HashMismatch, MissingData, WrongBackbone
+from coda_prompt.errors import (
+    CodaError,
+    CorruptFile,
+    HashMismatch,
+    MissingData,
+    UnfinishedTask,
+    WrongBackbone,
+)
 from coda_prompt.files import write_atomically
 from coda_prompt.training.checkpoint import load_method, save_method
 from coda_prompt.training.engine import Engine, Training
@@ -93,6 +100,14 @@ def test_a_state_with_another_set_of_tensors_is_refused(saved: Path) -> None:
     more = state | {"extra": torch.zeros(1)}
     with pytest.raises(CorruptFile, match="extra"):
         methods.make("coda-p", tiny_vit()).load_learned_state(more)
+
+
+def test_a_method_in_the_middle_of_a_task_is_not_saved(tmp_path: Path) -> None:
+    method = methods.make("coda-p", tiny_vit())
+    method.begin_task(brief(method, new=2))
+    with pytest.raises(UnfinishedTask, match="in the middle of a task"):
+        save_method(str(tmp_path / "model"), method, tiny_vit())
+    assert not (tmp_path / "model").exists()
 
 
 def test_saving_again_leaves_one_state(saved: Path) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning_fabric import Fabric
 from small import AUGMENTED_VIEWS, PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 
 from coda_prompt import methods
 from coda_prompt.data.stream import Samples, Task, cut
-from coda_prompt.errors import EmptyTask, NonFiniteLoss
+from coda_prompt.errors import (
+    BadImage,
+    BadOption,
+    ClassInTwoTasks,
+    EmptyTask,
+    NonFiniteLoss,
+    NothingLearned,
+    UnknownName,
+    WrongRows,
+)
 from coda_prompt.methods import Loss, Method
+from coda_prompt.methods.base import make_config
+from coda_prompt.pixels import Pixels
 from coda_prompt.training.engine import Engine, Event, Training
+from coda_prompt.training.loading import Views
 from coda_prompt.training.schedule import learning_rate
 
 
@@ -49,12 +63,14 @@ class Watched:
         method.loss = watched  # type: ignore[method-assign]
 
 
-def trained(name: str, stream_seed: int = 0, **training: Any) -> tuple[Watched, list[Event]]:
+def trained(
+    name: str, views: Views = AUGMENTED_VIEWS, **training: Any
+) -> tuple[Watched, list[Event]]:
     events: list[Event] = []
     watched = Watched(methods.make(name, tiny_vit()))
     settings = Training(**{"epochs": 2, "batch_size": 8} | training)
-    engine = Engine(AUGMENTED_VIEWS, settings, on_event=events.append)
-    engine.run(watched.method, cut(patterns(5, 5), tasks=2, seed=stream_seed))
+    engine = Engine(views, settings, on_event=events.append)
+    engine.run(watched.method, cut(patterns(5, 5), tasks=2))
     return watched, events
 
 
@@ -105,13 +121,14 @@ def test_whole_networks_train_at_their_own_rate() -> None:
 
 
 def test_replay_shows_as_many_past_images_as_the_task_has() -> None:
-    watched, _ = trained("er-5000", epochs=3, batch_size=1000)
+    watched, _ = trained("er-5000", epochs=3, batch_size=1000, views=PLAIN_VIEWS)
     second_task = watched.labels[3:]
     assert len(second_task) == 3
     for labels in second_task:
         assert len(labels) == 20
         assert sum(label >= 3 for label in labels) == 10
-    assert second_task[0] != second_task[1], "drawn anew in every epoch"
+    brightness = [sorted(image.mean().item() for image in batch) for batch in watched.images[3:]]
+    assert brightness[0] != brightness[1], "drawn anew in every epoch"
 
 
 def test_the_replay_buffer_is_balanced_and_bounded() -> None:
@@ -281,3 +298,195 @@ def test_no_gradient_reaches_the_backbone() -> None:
     backbone = watched.method.backbone
     assert not any(parameter.requires_grad for parameter in backbone.parameters())
     assert all(parameter.grad is None for parameter in backbone.parameters())
+
+
+def test_tasks_of_one_size_are_shuffled_differently() -> None:
+    watched = Watched(methods.make("coda-p", tiny_vit()))
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=100))
+    engine.run(watched.method, cut(patterns(4, 8), tasks=2))
+    first, second = watched.labels
+    assert first != [label - 2 for label in second]
+
+
+def test_weight_decay_acts_on_what_trains() -> None:
+    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    lengths = []
+    for decay in (0.0, 10.0):
+        method = methods.make("coda-p", tiny_vit())
+        Engine(PLAIN_VIEWS, Training(epochs=3, weight_decay=decay)).learn(method, task)
+        lengths.append(float(method.components.norm()))
+    assert lengths[1] < 0.999 * lengths[0]
+
+
+def test_accuracy_among_a_tasks_own_classes_leaves_other_classes_out() -> None:
+    stream = cut(patterns(6, 8, test=8), tasks=2)
+    method = methods.make("ft", tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=5, learning_rate=1e-3, batch_size=8))
+    result = engine.run(method, stream)
+    test = stream.tasks[0].test
+    images = torch.stack([plain_view(test, position) for position in range(len(test))])
+    logits = method.logits(images)
+    own = (logits[:, :3].argmax(dim=1).numpy() == test.labels).mean()
+    assert result.own_classes[1, 0] == pytest.approx(own)
+    assert result.matrix[1, 0] == pytest.approx((logits.argmax(1).numpy() == test.labels).mean())
+    assert result.own_classes[1, 0] > result.matrix[1, 0], "it forgot, but not its own differences"
+
+
+def double() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, precision="64-true")
+
+
+def test_evaluation_runs_in_inference_mode_and_leaves_the_method_trainable() -> None:
+    first, second = cut(patterns(4, 5), tasks=2).tasks
+    method = methods.make("coda-p", tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1, queries="cached"), fabric=double())
+    Engine(PLAIN_VIEWS, Training(epochs=1)).learn(method, first)
+    modes, logits = [], method.logits
+
+    def watched(images: Tensor, queries: Tensor | None = None) -> Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return logits(images, queries)
+
+    method.logits = watched  # type: ignore[method-assign]
+    engine.evaluate(method, second.train, [0, 1])
+    assert modes
+    assert all(modes)
+    engine.learn(method, second)  # on the table of queries that testing asked for
+    assert method.task_sizes.tolist() == [2, 2]
+
+
+def test_cached_queries_are_computed_once_for_each_image() -> None:
+    stream = cut(patterns(4, 5, test=3), tasks=2)
+    method = methods.make("coda-p", tiny_vit())
+    seen, queries = [], method.queries
+
+    def counted(images: Tensor) -> Tensor:
+        seen.append(len(images))
+        return queries(images)
+
+    method.queries = counted  # type: ignore[method-assign]
+    engine = Engine(AUGMENTED_VIEWS, Training(epochs=5, queries="cached"))
+    engine.run(method, stream)
+    assert sum(seen) == 20 + 12
+    assert len(engine.queries._tables) == 2, "only the test images' are still needed"
+
+
+def test_cached_queries_of_one_backbone_are_not_taken_for_anothers() -> None:
+    stream = cut(patterns(4, 5), tasks=2)
+    shared = Engine(PLAIN_VIEWS, Training(queries="cached"))
+    for seed in (0, 1):
+        exact = Engine(PLAIN_VIEWS, Training()).run(methods.make("ncm", tiny_vit(seed)), stream)
+        cached = shared.run(methods.make("ncm", tiny_vit(seed)), stream)
+        assert np.array_equal(exact.matrix, cached.matrix, equal_nan=True)
+
+
+@pytest.mark.parametrize("error", [BadImage("a.png", "is truncated"), KeyboardInterrupt()])
+@pytest.mark.parametrize("name", ["coda-p", "dualprompt", "ft", "lwf-mc", "er-5000", "ranpac"])
+def test_whatever_stops_a_task_leaves_the_method_as_it_was(name: str, error: BaseException) -> None:
+    first, second = cut(patterns(5, 6), tasks=2).tasks
+    method = methods.make(name, tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
+    engine.learn(method, first)
+    before = {key: tensor.clone() for key, tensor in method.learned_state().items()}
+
+    class Broken:
+        labels, domains = second.train.split.labels, None
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def fingerprint(self) -> str:
+            return ""
+
+        def image(self, index: int) -> Any:
+            if index == second.train.indices[-1]:
+                raise error
+            return second.train.split.image(index)
+
+    broken = Samples(Broken(), second.train.indices, second.train.labels)
+    with pytest.raises(type(error)):
+        engine.learn(method, Task(1, second.classes, broken, second.test), past=[first])
+    after = method.learned_state()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    engine.learn(method, second, past=[first])
+    assert method.task_sizes.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("name", sorted(methods.METHODS))
+def test_mixed_precision_learns(name: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    options = {"preset": "paper", "tasks": 2} if name == "coda-p" else {}
+    method = methods.make(name, tiny_vit(), **options)
+    backbone = method.vit.fingerprint()
+    stream = cut(patterns(5, 6), tasks=2)
+    result = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8), fabric=fabric).run(
+        method, stream
+    )
+    assert all(np.isfinite(loss) for losses in result.losses for loss in losses)
+    if method.frozen_backbone:
+        assert method.vit.fingerprint() == backbone
+    assert method.logits(torch.rand(2, 1, 16, 16)).dtype == torch.float32
+
+
+def test_mixed_precision_keeps_the_penalty_exact() -> None:
+    method = methods.make("coda-p", tiny_vit(), preset="paper", tasks=2)
+    method.begin_task(brief(method, new=2))
+    exact = method.penalty()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(method.penalty(), exact)
+        queries = torch.randn(4, 32)
+        mixed = method.prefixes(queries)[0][0]
+    torch.testing.assert_close(mixed.float(), method.prefixes(queries)[0][0], rtol=0.02, atol=0.01)
+
+
+def test_a_backbone_rounded_to_half_precision_is_refused() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+    with pytest.raises(BadOption, match="would round the backbone"):
+        Engine(PLAIN_VIEWS, fabric=fabric)
+
+
+def test_replay_without_past_tasks_is_refused() -> None:
+    first, second = cut(patterns(4, 5), tasks=2).tasks
+    method = methods.make("er-5000", tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1))
+    engine.learn(method, first)
+    with pytest.raises(BadOption, match="give all 1 of them"):
+        engine.learn(method, second)
+
+
+def test_an_image_of_a_class_that_is_not_the_tasks_is_refused() -> None:
+    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    with pytest.raises(WrongRows, match=r"images of rows \[2\] are not of its classes \(0, 1\)"):
+        Engine(PLAIN_VIEWS).learn(
+            methods.make("coda-p", tiny_vit()), Task(0, (0, 1), task.train, task.test)
+        )
+
+
+def test_a_class_in_two_tasks_of_a_stream_is_refused() -> None:
+    stream = cut(patterns(4, 5), tasks=2)
+    first, second = stream.tasks
+    twice = Task(1, (1, 2, 3), second.train, second.test)
+    broken = replace(stream, tasks=(first, twice))
+    with pytest.raises(ClassInTwoTasks, match="Class '1' is in task 1 and again in task 2"):
+        Engine(PLAIN_VIEWS).run(methods.make("coda-p", tiny_vit()), broken)
+
+
+def test_testing_before_learning_is_refused() -> None:
+    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    with pytest.raises(NothingLearned, match="coda-p has not learned any class"):
+        Engine(PLAIN_VIEWS).evaluate(methods.make("coda-p", tiny_vit()), task.test, [0])
+
+
+def test_pixels_that_do_not_fit_the_backbone_are_refused() -> None:
+    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    wrong = Views(Pixels(32, 3))
+    with pytest.raises(BadOption, match="32 px x 3 channels do not fit"):
+        Engine(wrong).learn(methods.make("coda-p", tiny_vit()), task)
+
+
+def test_training_options_are_checked_like_any_others() -> None:
+    with pytest.raises(UnknownName, match="Did you mean 'epochs'"):
+        make_config(Training, "the training", {"epoch": 3})
+    with pytest.raises(BadOption, match="Option 'betas'"):
+        make_config(Training, "the training", {"betas": (1.5, 2.0)})

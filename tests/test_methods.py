@@ -10,7 +10,15 @@ from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.data.stream import cut
-from coda_prompt.errors import BadMethod, BadOption, OddPromptLength, TooManyBlocks, UnknownName
+from coda_prompt.errors import (
+    BadMethod,
+    BadOption,
+    OddPromptLength,
+    TooManyBlocks,
+    UnfinishedTask,
+    UnknownName,
+    WrongRows,
+)
 from coda_prompt.training.engine import Engine, Training
 
 OF_THE_PAPER = {
@@ -45,6 +53,17 @@ def test_an_odd_prompt_length_is_refused(name: str, option: str) -> None:
         methods.make(name, tiny_vit(), **{option: 7})
 
 
+def test_a_prompt_of_one_row_is_odd_too() -> None:
+    with pytest.raises(OddPromptLength, match=r"length = 1 is odd.*Use 2 or more"):
+        methods.make("coda-p", tiny_vit(), length=1)
+
+
+@pytest.mark.parametrize("blocks", [(), (0, 1, 1)])
+def test_no_block_or_one_twice_is_refused(blocks: tuple[int, ...]) -> None:
+    with pytest.raises(BadOption, match="is empty or names a block twice"):
+        methods.make("coda-p", tiny_vit(), blocks=blocks)
+
+
 @pytest.mark.parametrize(
     ("name", "option"),
     [("coda-p", "blocks"), ("deep-l2p++", "blocks"), ("dualprompt", "expert_blocks")],
@@ -55,7 +74,7 @@ def test_more_prompted_blocks_than_the_vit_has_are_refused(name: str, option: st
 
 
 def test_an_unknown_option_suggests_the_nearest() -> None:
-    with pytest.raises(UnknownName, match=r"no option 'lenght'\. Did you mean 'length'"):
+    with pytest.raises(UnknownName, match=r"no option of coda-p 'lenght'\. Did you mean 'length'"):
         methods.make("coda-p", tiny_vit(), lenght=8)
 
 
@@ -96,6 +115,41 @@ class Mine(L2P):
 '''
 
 
+WITH_OPTIONS = '''
+from __future__ import annotations
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from coda_prompt.methods.l2p import L2P, L2PConfig
+
+@dataclass(frozen=True)
+class MineConfig(L2PConfig):
+    pull: float = Field(default=2.0, ge=0)
+    """How much harder keys are pulled."""
+
+class Mine(L2P):
+    """L2P++ with a stronger key loss."""
+    Config = MineConfig
+    def training_prefixes(self, queries):
+        prefixes, total = super().training_prefixes(queries)
+        return prefixes, self.config.pull * total
+'''
+
+
+def test_a_method_from_a_file_may_have_options_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(WITH_OPTIONS)
+    method = methods.make(f"{path}:Mine", tiny_vit(), pull=3, pool=6)
+    assert method.config.pull == 3
+    described = methods.describe(f"{path}:Mine")
+    assert described["options"][-1] == {
+        "name": "pull",
+        "default": 2.0,
+        "meaning": "How much harder keys are pulled.",
+    }
+    with pytest.raises(UnknownName, match="Did you mean 'pull'"):
+        methods.make(f"{path}:Mine", tiny_vit(), pul=3)
+
+
 def test_a_method_from_a_file_learns_like_any_other(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(MINE)
@@ -111,6 +165,11 @@ def test_a_method_from_a_file_learns_like_any_other(tmp_path: Path) -> None:
         ("class Mine: pass", "Mine", "no method class 'Mine'"),
         ("import nothing_of_that_name", "Mine", "nothing_of_that_name"),
         ("def broken(:", "Mine", "invalid syntax"),
+        (
+            WITH_OPTIONS.replace("pydantic.dataclasses", "dataclasses"),
+            "Mine",
+            "not a pydantic dataclass|cannot be loaded",
+        ),
     ],
 )
 def test_a_file_without_a_usable_method_is_refused(
@@ -132,7 +191,7 @@ def test_new_classes_must_follow_the_known_ones() -> None:
     method.begin_task(brief(method, new=2))
     method.end_task()
     gap = methods.TaskBrief(1, 0, (3, 4), torch.zeros(0, dtype=torch.int64))
-    with pytest.raises(ValueError, match="new classes must be rows 2"):
+    with pytest.raises(WrongRows, match=r"2 classes are known, new ones cannot be rows \[3, 4\]"):
         method.begin_task(gap)
 
 
@@ -154,6 +213,7 @@ def test_ranpac_is_ridge_regression_on_all_images_so_far() -> None:
         method.begin_task(brief(method, new=2, known=known))
         method.fit(queries[part], labels[part])
         method.end_task()
+    assert float(method.ridge) == 3.0
     hidden = method.hidden(queries).double()
     targets = torch.nn.functional.one_hot(labels).double()
     damped = hidden.T @ hidden + 3.0 * torch.eye(24, dtype=torch.float64)
@@ -176,6 +236,32 @@ def test_ranpac_chooses_its_ridge_on_a_held_out_fifth() -> None:
     assert chosen["noise"] > 10 * chosen["clusters"]
 
 
+@pytest.mark.parametrize("order", ["sorted", "cyclic"])
+def test_ranpac_does_not_care_in_which_order_images_come(order: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(5).repeat_interleave(20)
+    labels = labels if order == "sorted" else labels.view(5, 20).T.flatten()
+    centres = 2 * torch.randn(5, 32, generator=generator)
+    queries = centres[labels] + torch.randn(100, 32, generator=generator)
+    method = methods.make("ranpac", tiny_vit())
+    method.begin_task(brief(method, new=5))
+    method.fit(queries, labels)
+    assert float(method.ridge) < 1e5
+    fresh = centres[labels] + torch.randn(100, 32, generator=generator)
+    assert (method.scores(fresh).argmax(dim=1) == labels).float().mean() > 0.95
+
+
+def test_ranpac_says_when_a_ridge_is_below_what_its_statistics_resolve(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    method = methods.make("ranpac", tiny_vit(), ridge=1e-9)
+    method.begin_task(brief(method, new=2))
+    with caplog.at_level("INFO"):
+        method.fit(torch.randn(20, 32), torch.arange(20) % 2)
+    assert float(method.ridge) > 1e-9
+    assert "raised" in caplog.text
+
+
 def test_ranpac_is_wide_but_bounded() -> None:
     assert methods.make("ranpac", tiny_vit()).projected == 16 * 32
 
@@ -185,8 +271,151 @@ def test_nearest_class_mean_is_the_cosine_to_the_mean_of_all_images_so_far() -> 
     queries = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     method.begin_task(brief(method, new=2))
     method.fit(queries[:4], torch.tensor([0, 0, 1, 1]))
+    method.end_task()
     method.begin_task(brief(method, new=0, known=(1,)))
     method.fit(queries[4:], torch.tensor([1, 1]))
     mean = queries[2:].mean(dim=0)
     expected = torch.nn.functional.cosine_similarity(queries[0], mean, dim=0)
     torch.testing.assert_close(method.scores(queries[:1])[0, 1], expected)
+
+
+def test_a_task_cannot_begin_inside_another() -> None:
+    method = methods.make("coda-p", tiny_vit())
+    method.begin_task(brief(method, new=2))
+    with pytest.raises(UnfinishedTask, match="coda-p is in the middle of a task"):
+        method.begin_task(brief(method, new=2))
+
+
+@pytest.mark.parametrize("name", ["l2p++", "deep-l2p++", "dualprompt"])
+def test_the_key_loss_has_a_weight(name: str) -> None:
+    queries = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    totals = []
+    for weight in (1.0, 0.25):
+        method = methods.make(name, tiny_vit(), key_weight=weight)
+        method.begin_task(brief(method, new=2))
+        totals.append(method.training_prefixes(queries)[1])
+    torch.testing.assert_close(totals[1], 0.25 * totals[0])
+    assert float(totals[0].detach().min()) > 0
+
+
+def test_dualprompts_general_prompts_go_on_from_task_to_task() -> None:
+    method = methods.make("dualprompt", tiny_vit())
+    method.begin_task(brief(method, new=2))
+    with torch.no_grad():
+        method.open_general.add_(1)
+    trained = method.open_general.detach().clone()
+    method.end_task()
+    assert torch.equal(method.general, trained)
+    method.begin_task(brief(method, new=2))
+    assert torch.equal(method.open_general, trained)
+
+
+def test_keys_attention_and_components_start_independently() -> None:
+    method = methods.make("coda-p", tiny_vit(), length=2)
+    method.begin_task(brief(method, new=2))
+    keys, attention = method.new_keys.detach(), method.new_attention.detach()
+    assert float((keys * attention).sum(dim=-1).abs().mean()) < 0.4
+    half = method.new_components.detach()[:, :, 0]
+    for other in (keys, attention):
+        similarity = torch.nn.functional.cosine_similarity(half, other, dim=-1)
+        assert float(similarity.abs().mean()) < 0.4
+
+
+def test_fine_tuning_trains_old_rows_and_the_masked_form_does_not() -> None:
+    first, second = cut(patterns(4, 5), tasks=2).tasks
+    for name, old_rows_change in (("ft", True), ("er-5000", True), ("ft++", False)):
+        method = methods.make(name, tiny_vit())
+        engine = Engine(PLAIN_VIEWS, Training(epochs=1))
+        engine.learn(method, first)
+        before = method.head.weight.clone()
+        engine.learn(method, second, past=[first])
+        changed = bool((method.head.weight[:2] != before).any())
+        assert changed == old_rows_change, name
+
+
+def lwf_in_second_task(known: tuple[int, ...] = ()) -> methods.Method:
+    method = methods.make("lwf-mc", tiny_vit())
+    method.begin_task(brief(method, new=3))
+    method.end_task()
+    method.begin_task(brief(method, new=2, known=known))
+    return method
+
+
+def test_lwfs_teacher_stays_as_the_network_was() -> None:
+    method = lwf_in_second_task()
+    images = torch.rand(3, 1, 16, 16)
+    before = method.teacher(images)
+    with torch.no_grad():
+        for parameter in method.trainable_parameters():
+            parameter.add_(0.1)
+    assert torch.equal(method.teacher(images), before)
+    assert not any(parameter.requires_grad for parameter in method.teacher.parameters())
+
+
+def test_lwf_takes_known_classes_of_the_task_from_its_labels() -> None:
+    method = lwf_in_second_task(known=(1,))
+    images, labels = torch.rand(3, 1, 16, 16), torch.tensor([1, 3, 4])
+    teacher = method.teacher(images)
+    targets = torch.zeros(3, 5)
+    targets[:, [0, 2]] = teacher[:, [0, 2]]
+    targets[range(3), labels] = 1
+    outputs = method.logits(images).sigmoid()
+    terms = -(targets * outputs.log() + (1 - targets) * (1 - outputs).log())
+    found = method.loss(images, labels, None).mean
+    torch.testing.assert_close(found, terms.sum(dim=1), rtol=1e-5, atol=1e-5)
+
+
+def replaying(buffer: int, labels: list[int]) -> methods.Method:
+    """ER after one task with these labels."""
+    method = methods.make("er-5000", tiny_vit(), buffer=buffer)
+    classes = tuple(sorted(set(labels)))
+    method.begin_task(methods.TaskBrief(0, 0, classes, torch.tensor(labels)))
+    method.end_task()
+    return method
+
+
+def test_replay_draws_every_kept_image_with_replacement() -> None:
+    method = replaying(100, [0, 1] * 20)
+    drawn = method.replay(4000, torch.Generator().manual_seed(0))
+    counts = torch.bincount(drawn[:, 1], minlength=40)
+    assert counts.min() > 50
+    assert counts.max() < 160
+    few = method.replay(40, torch.Generator().manual_seed(0))
+    assert len(set(few[:, 1].tolist())) < 40, "with replacement some come twice"
+
+
+def test_the_buffer_is_a_random_sample_and_knows_its_images() -> None:
+    labels = [0] * 50 + [1] * 50
+    method = replaying(20, labels)
+    kept = method.buffer
+    assert all(labels[int(image)] == int(row) for _, image, row, _ in kept)
+    of_class = sorted(kept[kept[:, 2] == 0, 1].tolist())
+    assert len(of_class) == 10
+    assert of_class != list(range(10))
+    assert max(of_class) > 25
+
+
+def test_later_images_of_a_known_class_enter_the_buffer() -> None:
+    method = replaying(40, [0] * 50 + [1] * 50)
+    method.begin_task(methods.TaskBrief(1, 0, (0, 1), torch.tensor([0] * 50 + [1] * 50)))
+    method.end_task()
+    from_second = int((method.buffer[:, 0] == 1).sum())
+    assert len(method.buffer) == 40
+    assert 10 < from_second < 30
+
+
+def test_an_imprinted_row_has_the_mean_length_and_bias_of_older_rows() -> None:
+    method = methods.make("coda-p", tiny_vit())
+    method.begin_task(brief(method, new=2))
+    with torch.no_grad():
+        method.head.open_weight.copy_(torch.eye(2, 32) * torch.tensor([[1.0], [3.0]]))
+        method.head.open_bias.copy_(torch.tensor([0.5, 1.5]))
+    method.end_task()
+    mean = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    method.begin_task(
+        methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), class_means=mean)
+    )
+    method.end_task()
+    expected = 2.0 * torch.nn.functional.normalize(mean, dim=1)[0]
+    torch.testing.assert_close(method.head.weight[2], expected)
+    assert float(method.head.bias[2]) == pytest.approx(1.0)

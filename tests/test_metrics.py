@@ -41,6 +41,16 @@ def test_forgetting_by_chaudhry_is_the_drop_from_the_best() -> None:
     assert metrics.forgetting_max(R) == pytest.approx((0.2 + 0.3) / 2)
 
 
+def test_what_got_better_counts_as_negative_forgetting() -> None:
+    better = [[0.5, NAN], [0.7, 0.9]]
+    assert metrics.forgetting_max(better) == pytest.approx(-0.2)
+    assert metrics.forgetting_paper(better) == pytest.approx(-0.2)
+
+
+def test_a_task_without_test_images_has_no_weight() -> None:
+    assert metrics.weighted_accuracy([[0.5, NAN], [0.5, NAN]], [10, 0]) == 0.5
+
+
 def test_one_task_has_nothing_to_forget() -> None:
     assert metrics.forgetting_paper([[0.5]]) == 0
     assert metrics.forgetting_max([[0.5]]) == 0

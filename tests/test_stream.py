@@ -464,3 +464,11 @@ def test_workers_batches_and_order_do_not_change_a_view() -> None:
     order = rng.permutation(24)
     shuffled = Views(stream.tasks[0].train.subset(order))
     assert torch.equal(torch.stack([shuffled[p] for p in range(24)]), alone[order])
+
+
+def test_validation_is_the_last_fifth_of_the_seeded_permutation() -> None:
+    stream = cut(make_source(5, 40), tasks=1, seed=3, validation=True)
+    purpose = int.from_bytes(b"validation", "big")
+    permuted = np.random.default_rng((3, 0, purpose)).permutation(200)
+    assert sorted(stream.tasks[0].test.indices.tolist()) == sorted(permuted[160:].tolist())
+    assert sorted(stream.tasks[0].train.indices.tolist()) == sorted(permuted[:160].tolist())

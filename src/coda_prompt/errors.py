@@ -38,8 +38,8 @@ class BadOption(CodaError):
 class OddPromptLength(CodaError):
     def __init__(self, field: str, length: int) -> None:
         super().__init__(
-            f"{field} = {length} is odd, but a prompt splits in halves for keys and values. "
-            f"Use {length - 1 or 2} or {length + 1}."
+            f"{field} = {length} is odd, but a prompt splits in halves for keys and values. Use "
+            + (f"{length - 1} or {length + 1}." if length > 1 else "2 or more.")
         )
 
 
@@ -64,6 +64,28 @@ class ClassInTwoTasks(CodaError):
         super().__init__(
             f"Class '{name}' is in task {first + 1} and again in task {second + 1}. In a benchmark "
             "every class belongs to one task: remove it from one of the lists."
+        )
+
+
+class WrongRows(CodaError):
+    """Labels of a task that do not fit the classes seen so far."""
+
+    def __init__(self, task: int, problem: str) -> None:
+        super().__init__(
+            f"Task {task + 1}: {problem}. New classes take the next free rows in order, and every "
+            "training label is one of the task's classes."
+        )
+
+
+class NothingLearned(CodaError):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} has not learned any class yet. Learn a task before testing it.")
+
+
+class UnfinishedTask(CodaError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is in the middle of a task. Finish the task, or load the last saved state."
         )
 
 

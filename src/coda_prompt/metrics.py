@@ -23,7 +23,9 @@ def average_accuracy(matrix: ArrayLike) -> float:
 
 def weighted_accuracy(matrix: ArrayLike, test_images: Sequence[int]) -> float:
     """The share of all test images that are right at the end."""
-    return float(np.average(_square(matrix)[-1], weights=np.asarray(test_images, float)))
+    weights = np.asarray(test_images, float)
+    tested = weights > 0
+    return float(np.average(_square(matrix)[-1][tested], weights=weights[tested]))
 
 
 def accuracy_after_each_task(matrix: ArrayLike) -> Matrix:

@@ -68,18 +68,11 @@ class Benchmark(_Section):
         options = dict(self.methods.get(name, MethodSection()).options)
         if "tasks" in entry.type.Config.__dataclass_fields__ and self.stream.tasks is not None:
             options.setdefault("tasks", self.stream.tasks)
-        return make_config(entry.type.Config, {**entry.options, **options})
+        return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:
         own = self.methods.get(name, MethodSection()).training
-        fields = {**self.training, **own, "seed": seed}
-        for field in fields:
-            if field not in Training.__dataclass_fields__:
-                raise UnknownName("training field", field, Training.__dataclass_fields__)
-        try:
-            return Training(**fields)
-        except ValidationError as error:
-            raise _bad_option(f"the training of {name}", error) from error
+        return make_config(Training, "the training", {**self.training, **own, "seed": seed})
 
 
 def preset_names() -> list[str]:

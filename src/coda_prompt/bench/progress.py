@@ -75,7 +75,8 @@ class BenchProgress:
     def _say(self, run: Run, event: Event, mean: float) -> None:
         if self._console.is_terminal:
             return
-        done = self._done + (event.task + 1) / max(1, event.tasks) * self._weights.get(run.folder, 0.0)
+        share = (event.task + 1) / max(1, event.tasks)
+        done = self._done + share * self._weights.get(run.folder, 0.0)
         self._console.print(
             f"{run.method}, trial {run.seed + 1}, task {event.task + 1}/{event.tasks}: "
             f"{mean:.1f} % over all classes so far, {self._eta(done)}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import BadMethod, UnknownName
 from coda_prompt.methods.base import (
@@ -84,7 +88,7 @@ def find(name: str) -> Entry:
 def make(name: str, backbone: ViT, **options: Any) -> Method:
     """A method that has learned nothing yet."""
     entry = find(name)
-    config = make_config(entry.type.Config, {**entry.options, **options})
+    config = make_config(entry.type.Config, name, {**entry.options, **options})
     method = entry.type(backbone, config)
     method.name = name
     return method
@@ -93,7 +97,7 @@ def make(name: str, backbone: ViT, **options: Any) -> Method:
 def describe(name: str) -> dict[str, Any]:
     """Summary and options of a method, from its class and config, in JSON's terms."""
     entry = find(name)
-    config = make_config(entry.type.Config, entry.options)
+    config = make_config(entry.type.Config, name, entry.options)
     meanings = option_meanings(entry.type.Config)
     options = [
         {"name": option, "default": value, "meaning": meanings.get(option, "")}
@@ -109,15 +113,22 @@ def _from_file(spec: str) -> Entry:
     path, _, class_name = spec.rpartition(":")
     if not Path(path).is_file():
         raise BadMethod(spec, f"there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # A name of its own: dataclasses and help texts look the module up again.
+    place = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()
+    module_name = f"coda_prompt_method_{place[:16]}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[module_name]
         raise BadMethod(spec, f"{path} cannot be loaded ({error})") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise BadMethod(spec, f"{path} has no method class '{class_name}'")
+    if not is_pydantic_dataclass(found.Config):
+        raise BadMethod(spec, "its Config is not a pydantic dataclass")
     return Entry(class_name, found, {})

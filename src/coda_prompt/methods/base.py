@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import ConfigDict, ValidationError
@@ -25,7 +25,15 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.errors import BadOption, CorruptFile, OddPromptLength, TooManyBlocks, UnknownName
+from coda_prompt.errors import (
+    BadOption,
+    CorruptFile,
+    OddPromptLength,
+    TooManyBlocks,
+    UnfinishedTask,
+    UnknownName,
+    WrongRows,
+)
 from coda_prompt.methods.head import Head
 from coda_prompt.model.vit import Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
@@ -112,6 +120,7 @@ class Method(nn.Module):
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__()
         self.config = config
+        self.in_task = False
         if self.frozen_backbone:
             self.backbone = backbone.requires_grad_(False)
         self.register_buffer("task_sizes", torch.zeros(0, dtype=torch.int64))
@@ -121,6 +130,11 @@ class Method(nn.Module):
         """Classes of all tasks, the one being learned included."""
         return int(self.task_sizes.sum())
 
+    @property
+    def vit(self) -> ViT:
+        """The network that images go through."""
+        return self.backbone
+
     # -- the life of a task
 
     def wants_class_means(self, classes: tuple[int, ...]) -> bool:
@@ -128,14 +142,19 @@ class Method(nn.Module):
         return False
 
     def begin_task(self, brief: TaskBrief) -> None:
+        """Make parameters for what the task adds."""
+        if self.in_task:
+            raise UnfinishedTask(self.name)
         seen = self.classes_seen
         new = [row for row in brief.classes if row >= seen]
         if new != list(range(seen, seen + len(new))):
-            raise ValueError(f"new classes must be rows {seen}, {seen + 1}, …, not {new}")
+            raise WrongRows(brief.index, f"{seen} classes are known, new ones cannot be rows {new}")
+        self.in_task = True
         self.task_sizes = torch.cat([self.task_sizes, self.task_sizes.new_tensor([len(new)])])
 
     def end_task(self) -> None:
         """Merge what was learned into the buffers."""
+        self.in_task = False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -241,6 +260,7 @@ class TrainedMethod(Method):
 
     def end_task(self) -> None:
         self.head.close()
+        super().end_task()
 
     def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
         if queries is None and self.needs_queries:
@@ -310,18 +330,21 @@ class PromptMethod(TrainedMethod):
         return len(brief.classes) > 1
 
 
-def make_config(config_type: type[MethodConfig], options: Mapping[str, Any]) -> MethodConfig:
+Config = TypeVar("Config")
+
+
+def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any]) -> Config:
     """A validated configuration; an unknown or unusable option is named."""
-    known = [field.name for field in fields(config_type)]
+    known = [field.name for field in fields(config_type)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            raise UnknownName("option", name, known)
+            raise UnknownName(f"option of {owner}", name, known)
     try:
         return config_type(**options)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][:1]) or "?"
-        raise BadOption(config_type.__name__, field, first["msg"].lower()) from error
+        raise BadOption(owner, field, first["msg"].lower()) from error
 
 
 def option_meanings(config_type: type[MethodConfig]) -> dict[str, str]:
@@ -348,8 +371,19 @@ def check_length(field: str, length: int) -> None:
 
 def check_blocks(blocks: tuple[int, ...], backbone: ViT) -> None:
     depth = backbone.config.depth
+    if not blocks or len(set(blocks)) < len(blocks):
+        raise BadOption("the prompts", "blocks", f"{blocks} is empty or names a block twice")
     if any(block < 0 or block >= depth for block in blocks):
         raise TooManyBlocks(blocks, depth)
+
+
+def cosines(queries: Tensor, keys: Tensor) -> Tensor:
+    """Cosine similarity of queries (B x D) and keys (… x M x D), … x B x M.
+
+    In the keys' precision whatever autocast says: which key is nearest hangs on small differences.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        return F.normalize(queries.to(keys.dtype), dim=-1) @ F.normalize(keys, dim=-1).mT
 
 
 def split_prompts(prompts: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -13,9 +14,18 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import STRICT, Method, MethodConfig, ParameterCount, TaskBrief
+from coda_prompt.methods.base import (
+    STRICT,
+    Method,
+    MethodConfig,
+    ParameterCount,
+    TaskBrief,
+    cosines,
+)
 from coda_prompt.model.vit import ViT
-from coda_prompt.seeding import keyed_seed
+from coda_prompt.seeding import keyed_generator, keyed_seed
+
+log = logging.getLogger(__name__)
 
 
 class ClosedForm(Method):
@@ -69,7 +79,7 @@ class NearestClassMean(ClosedForm):
         self.counts = self.counts + torch.bincount(labels, minlength=len(self.counts))
 
     def scores(self, queries: Tensor) -> Tensor:
-        scores = F.normalize(queries, dim=1) @ F.normalize(self.sums, dim=1).T.to(queries.dtype)
+        scores = cosines(queries, self.sums)
         return scores.masked_fill(self.counts == 0, -1.0)
 
 
@@ -132,44 +142,54 @@ class RanPAC(ClosedForm):
             gram = gram + hidden.T @ hidden
             sums = sums.index_add(1, part_labels, hidden.T)
         self.gram, self.sums = gram, sums
-        damped = gram.double()
+        # On the CPU in float64, which not every accelerator has.
+        damped = gram.to("cpu", torch.float64, copy=True)
         # Below this the rounding of a float32 Gram matrix outweighs the ridge.
-        least = 1e-6 * damped.trace()
-        damped.diagonal().add_(self.ridge.double().clamp_min(least))
-        solved = torch.cholesky_solve(sums.double(), torch.linalg.cholesky(damped))
-        self.weight = solved.to(self.weight.dtype).contiguous()
+        least = 1e-6 * float(damped.trace())
+        if float(self.ridge) < least:
+            log.info("ridge %g is raised to %g, the least that float32 resolves", self.ridge, least)
+            self.ridge = self.ridge.new_tensor(least)
+        damped.diagonal().add_(float(self.ridge))
+        solved = torch.cholesky_solve(sums.cpu().double(), torch.linalg.cholesky(damped))
+        self.weight = solved.to(self.weight).contiguous()
 
     def scores(self, queries: Tensor) -> Tensor:
-        return self.hidden(queries) @ self.weight.to(queries.dtype)
+        hidden = self.hidden(queries)
+        with torch.autocast(queries.device.type, enabled=False):
+            return hidden @ self.weight
 
     def hidden(self, queries: Tensor) -> Tensor:
         """h = ReLU(f W), n x width."""
-        return F.relu(queries @ self.projection().to(queries))
+        with torch.autocast(queries.device.type, enabled=False):
+            queries = queries.to(self.weight.dtype)
+            return F.relu(queries @ self.projection(queries))
 
-    def projection(self) -> Tensor:
+    def projection(self, like: Tensor) -> Tensor:
         """W, made again from its seed instead of being stored: NumPy froze this generator."""
-        seed = int(self.seed)
-        if self._projection is None or self._projection[0] != seed:
+        seed, held = int(self.seed), self._projection
+        if held is None or held[0] != seed or held[1].device != like.device:
             shape = (self.backbone.config.width, self.projected)
             drawn = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
-            self._projection = (seed, torch.from_numpy(drawn))
-        return self._projection[1]
+            held = self._projection = (seed, torch.from_numpy(drawn).to(like.device))
+        return held[1].to(like.dtype)
 
     def _best_ridge(self, queries: Tensor, labels: Tensor) -> float:
-        """The ridge with the least squared error on every fifth image, learned from the others.
+        """The ridge with the least squared error on a random fifth, learned from the others.
 
         In the dual form one eigendecomposition, n x n, serves all candidates.
         """
-        step = max(1, -(-len(labels) // self.MOST_FOR_RIDGE))
-        hidden = self.hidden(queries[::step]).double()
-        targets = F.one_hot(labels[::step]).double()
-        held_out = torch.arange(len(hidden), device=hidden.device) % 5 == 4
+        generator = keyed_generator(int(self.seed), len(self.task_sizes), "held out")
+        chosen = torch.randperm(len(labels), generator=generator)[: self.MOST_FOR_RIDGE]
+        chosen = chosen.to(queries.device)
+        hidden = self.hidden(queries[chosen]).cpu().double()
+        targets = F.one_hot(labels[chosen]).cpu().double()
+        held = len(chosen) // 5
         kernel = hidden @ hidden.T
-        values, vectors = torch.linalg.eigh(kernel[~held_out][:, ~held_out])
-        left = kernel[held_out][:, ~held_out] @ vectors
-        right = vectors.T @ targets[~held_out]
+        values, vectors = torch.linalg.eigh(kernel[held:, held:])
+        left = kernel[:held, held:] @ vectors
+        right = vectors.T @ targets[held:]
         errors = [
-            float(((left / (values + ridge)) @ right - targets[held_out]).square().mean())
+            float(((left / (values + ridge)) @ right - targets[:held]).square().mean())
             for ridge in self.RIDGES
         ]
         return self.RIDGES[int(np.argmin(errors))]

@@ -10,6 +10,7 @@ preset (SPEC 3):
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -28,6 +29,7 @@ from coda_prompt.methods.base import (
     TaskBrief,
     check_blocks,
     check_length,
+    cosines,
     split_prompts,
 )
 from coda_prompt.methods.orthogonal import (
@@ -38,6 +40,8 @@ from coda_prompt.methods.orthogonal import (
 )
 from coda_prompt.model.vit import Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
+
+log = logging.getLogger(__name__)
 
 Start = Literal["all-at-once", "task-by-task", "uniform"]
 Penalty = Literal["frobenius", "mean-square"]
@@ -60,9 +64,10 @@ class CodaConfig(MethodConfig):
     """Components per block in all, shared out over `tasks`; the remainder goes to the first."""
     tasks: int | None = Field(default=None, ge=1)
     """How many tasks share `components`; None: open-ended, `components_per_task` each."""
-    components_per_task: int = Field(default=10, ge=1)
-    """Components a task adds where the number of tasks is unknown or has been passed."""
-    length: int = Field(default=8, ge=2)
+    components_per_task: int | None = Field(default=None, ge=1)
+    """Components a task adds where the number of tasks is unknown or has been passed; None: a
+    tenth of `components`, as with the paper's ten tasks."""
+    length: int = Field(default=8, ge=1)
     """Rows of a prompt; half go to the keys, half to the values."""
     blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Prompted blocks, counted from 0."""
@@ -143,6 +148,7 @@ class CodaPrompt(PromptMethod):
         )
         if not count:
             return
+        self._say_where_crowded(count)
         for kind in self.kinds:
             held: Tensor = getattr(self, kind)
             new = self._start_rows(kind, held, count, brief)
@@ -162,7 +168,7 @@ class CodaPrompt(PromptMethod):
     def _next_count(self) -> int:
         config, learned = self.config, int((self.component_sizes > 0).sum())
         if config.tasks is None or learned >= config.tasks:
-            return config.components_per_task
+            return config.components_per_task or max(1, config.components // 10)
         share, remainder = divmod(config.components, config.tasks)
         return share + (learned < remainder)
 
@@ -180,6 +186,17 @@ class CodaPrompt(PromptMethod):
         else:
             rows = orthonormal_rows(flat, count, brief.generator(kind))
         return rows.unflatten(2, held.shape[2:]).contiguous()
+
+    def _say_where_crowded(self, count: int) -> None:
+        """One line when the first kind of vector runs out of orthogonal directions."""
+        learned, width = self.keys.shape[1], self.keys.shape[2]
+        if self._start != "uniform" and learned <= width < learned + count:
+            log.warning(
+                "%d components in %d dimensions: from now on new keys and attention vectors that "
+                "find no orthogonal direction left start as random unit vectors",
+                learned + count,
+                width,
+            )
 
     def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
         counts = {state[kind].shape[1] for kind in self.kinds}
@@ -225,10 +242,11 @@ def component_weights(queries: Tensor, keys: Tensor, attention: Tensor | None) -
     q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
     Without attention vectors alpha = cos(q, K) (eq. 4).
     """
-    smallest = 1e-12
-    unit_keys = F.normalize(keys, dim=-1, eps=smallest)
     if attention is None:
-        return F.normalize(queries, dim=-1, eps=smallest) @ unit_keys.mT
-    matched = queries @ (attention * unit_keys).mT
-    squared_length = queries.square() @ attention.square().mT
-    return matched / squared_length.clamp_min(smallest**2).sqrt()
+        return cosines(queries, keys)
+    smallest = 1e-12
+    with torch.autocast(queries.device.type, enabled=False):  # a cosine in half precision is noise
+        queries = queries.to(keys.dtype)
+        matched = queries @ (attention * F.normalize(keys, dim=-1, eps=smallest)).mT
+        squared_length = queries.square() @ attention.square().mT
+        return matched / squared_length.clamp_min(smallest**2).sqrt()

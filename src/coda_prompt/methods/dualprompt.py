@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.base import (
@@ -20,6 +19,7 @@ from coda_prompt.methods.base import (
     TaskBrief,
     check_blocks,
     check_length,
+    cosines,
     split_prompts,
 )
 from coda_prompt.methods.orthogonal import uniform_rows
@@ -30,11 +30,11 @@ from coda_prompt.model.vit import Prefixes, ViT
 class DualPromptConfig(MethodConfig):
     """Options of DualPrompt."""
 
-    general_length: int = Field(default=6, ge=2)
+    general_length: int = Field(default=6, ge=1)
     """Rows of a general prompt (the paper's text says 5; it has to be even)."""
     general_blocks: tuple[int, ...] = (0, 1)
     """Blocks with a general prompt, counted from 0."""
-    expert_length: int = Field(default=20, ge=2)
+    expert_length: int = Field(default=20, ge=1)
     """Rows of an expert prompt."""
     expert_blocks: tuple[int, ...] = (2, 3, 4)
     """Blocks with an expert prompt per task, counted from 0."""
@@ -66,7 +66,8 @@ class DualPrompt(PromptMethod):
         super().__init__(backbone, config)
         check_length("general_length", config.general_length)
         check_length("expert_length", config.expert_length)
-        check_blocks(config.general_blocks + config.expert_blocks, backbone)
+        check_blocks(config.general_blocks, backbone)
+        check_blocks(config.expert_blocks, backbone)
         shared = set(config.general_blocks) & set(config.expert_blocks)
         if shared:
             raise BadOption(
@@ -113,7 +114,7 @@ class DualPrompt(PromptMethod):
             keys = torch.cat([keys, self.new_key], dim=1)
         if not keys.shape[1]:
             return {}
-        similarity = _similarity(queries, keys)  # blocks x B x tasks
+        similarity = cosines(queries, keys)  # blocks x B x tasks
         nearest = similarity.argmax(dim=-1)
         taken = [rows[choice] for rows, choice in zip(experts, nearest, strict=True)]
         return self._with_general(taken)
@@ -121,7 +122,7 @@ class DualPrompt(PromptMethod):
     def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
         if self.new_expert is None or self.new_key is None:
             return self.prefixes(queries), queries.new_zeros(len(queries))
-        similarity = _similarity(queries, self.new_key)  # blocks x B x 1
+        similarity = cosines(queries, self.new_key)  # blocks x B x 1
         key_loss = self.config.key_weight * (1 - similarity).sum(dim=(0, 2))
         return self._with_general(list(self.new_expert)), key_loss
 
@@ -130,7 +131,3 @@ class DualPrompt(PromptMethod):
         prompts = (*general, *experts)  # each 1 or B x L x D
         blocks = self.config.general_blocks + self.config.expert_blocks
         return {block: split_prompts(prompt) for block, prompt in zip(blocks, prompts, strict=True)}
-
-
-def _similarity(queries: Tensor, keys: Tensor) -> Tensor:
-    return F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).mT

@@ -22,6 +22,10 @@ class WholeNetwork(TrainedMethod):
         super().__init__(backbone, config)
         self.network = copy.deepcopy(backbone).requires_grad_(False)
 
+    @property
+    def vit(self) -> ViT:
+        return self.network
+
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         # Where the head alone was imprinted there is no loss, and weight decay must not act.

@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.base import (
@@ -20,6 +19,7 @@ from coda_prompt.methods.base import (
     TaskBrief,
     check_blocks,
     check_length,
+    cosines,
     split_prompts,
 )
 from coda_prompt.methods.orthogonal import uniform_rows
@@ -34,7 +34,7 @@ class L2PConfig(MethodConfig):
     """Prompts per block, shared by all tasks."""
     top: int = Field(default=5, ge=1)
     """Prompts an image takes."""
-    length: int = Field(default=20, ge=2)
+    length: int = Field(default=20, ge=1)
     """Rows of one prompt; half go to the keys, half to the values."""
     blocks: tuple[int, ...] = (0,)
     """Prompted blocks, counted from 0."""
@@ -106,8 +106,7 @@ class L2P(PromptMethod):
         keys = self.keys if self.open_keys is None else self.open_keys
         if not prompts.shape[1]:
             return {}, queries.new_zeros(len(prompts), len(queries), 0)
-        similarity = F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).mT
-        nearest = similarity.topk(self.config.top, dim=-1)  # blocks x B x top
+        nearest = cosines(queries, keys).topk(self.config.top, dim=-1)  # blocks x B x top
         prefixes = {}
         for position, block in enumerate(self.config.blocks):
             taken = prompts[position][nearest.indices[position]]  # B x top x L x D

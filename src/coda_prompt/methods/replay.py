@@ -27,7 +27,8 @@ class ReplayConfig(MethodConfig):
 class ExperienceReplay(WholeNetwork):
     """ER: the network trained on the task and on a class-balanced buffer of past images.
 
-    The buffer holds (task, image, class): which images were kept, in the order of keeping.
+    The buffer holds (task, image, class, lot). Every image draws a lot when it is seen, and a class
+    keeps those with the smallest: a uniform sample of all its images, whenever they came.
     """
 
     Config: ClassVar[type[MethodConfig]] = ReplayConfig
@@ -40,19 +41,21 @@ class ExperienceReplay(WholeNetwork):
 
     def __init__(self, backbone: ViT, config: ReplayConfig) -> None:
         super().__init__(backbone, config)
-        self.register_buffer("buffer", torch.zeros(0, 3, dtype=torch.int64))
-        self.candidates = torch.zeros(0, 3, dtype=torch.int64)
+        self.register_buffer("buffer", torch.zeros(0, 4, dtype=torch.int64))
+        self.candidates = torch.zeros(0, 4, dtype=torch.int64)
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        order = torch.randperm(len(brief.labels), generator=brief.generator("buffer"))
-        task = torch.full_like(order, brief.index)
-        self.candidates = torch.stack([task, order, brief.labels.cpu()[order]], dim=1)
+        count = len(brief.labels)
+        lots = torch.randint(2**62, (count,), generator=brief.generator("buffer"))
+        task = torch.full((count,), brief.index)
+        self.candidates = torch.stack([task, torch.arange(count), brief.labels.cpu(), lots], dim=1)
 
     def end_task(self) -> None:
-        """Keep the same number of each class; a class trims to its first, a random sample."""
+        """Keep the same number of each class."""
         super().end_task()
         kept = torch.cat([self.buffer.cpu(), self.candidates])
+        kept = kept[kept[:, 3].argsort()]
         share, remainder = divmod(self.config.buffer, max(1, self.classes_seen))
         parts = []
         for row in range(self.classes_seen):

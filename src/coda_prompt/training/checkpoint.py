@@ -12,7 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from coda_prompt import methods
-from coda_prompt.errors import CorruptFile, HashMismatch, MissingData, WrongBackbone
+from coda_prompt.errors import (
+    CorruptFile,
+    HashMismatch,
+    MissingData,
+    UnfinishedTask,
+    WrongBackbone,
+)
 from coda_prompt.files import write_atomically
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
@@ -21,12 +27,15 @@ FORMAT = 1
 DESCRIPTION = "method.json"
 
 
-def save_method(folder: Path, method: Method, backbone: ViT) -> None:
+def save_method(folder: str | Path, method: Method, backbone: ViT) -> None:
     """Write what was learned on `backbone`, not the backbone.
 
     The tensors go to a file named by their content, and the description that names it is replaced
     in one step: a reader sees the old state or the new one, never a mixture.
     """
+    if method.in_task:
+        raise UnfinishedTask(method.name)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in method.learned_state().items()}
     content = save({name: tensor.clone() for name, tensor in tensors.items()})
@@ -47,8 +56,9 @@ def save_method(folder: Path, method: Method, backbone: ViT) -> None:
             stale.unlink()
 
 
-def load_method(folder: Path, backbone: ViT) -> Method:
+def load_method(folder: str | Path, backbone: ViT) -> Method:
     """The method as it was saved, on the backbone it was learned on."""
+    folder = Path(folder)
     description = _read_description(folder / DESCRIPTION)
     found = backbone.fingerprint()
     if description["backbone"] != found:

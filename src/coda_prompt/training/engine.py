@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,14 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from coda_prompt.data.stream import Samples, Stream, Task
-from coda_prompt.errors import EmptyTask, NonFiniteLoss
+from coda_prompt.errors import (
+    BadOption,
+    ClassInTwoTasks,
+    EmptyTask,
+    NonFiniteLoss,
+    NothingLearned,
+    WrongRows,
+)
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.methods.base import STRICT
 from coda_prompt.seeding import keyed_generator
@@ -30,6 +37,8 @@ from coda_prompt.training.queries import Queries, QueryMode
 from coda_prompt.training.schedule import Schedule, learning_rate
 
 Matrix = NDArray[np.float64]
+Share = Annotated[float, Field(ge=0, lt=1)]
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -44,7 +53,7 @@ class Training:
     learning_rate: float | None = Field(default=None, gt=0)
     """None: what the paper trains the method's family with."""
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     schedule: Schedule = "cosine"
     queries: QueryMode = "exact"
     seed: int = Field(default=0, ge=0)
@@ -101,6 +110,13 @@ class Engine:
         self.views = views
         self.training = training or Training()
         self.fabric = fabric or Fabric(accelerator="auto", devices=1)
+        self.precision = str(self.fabric.strategy.precision.precision)
+        if self.precision not in PRECISIONS:
+            raise BadOption(
+                "the engine",
+                "precision",
+                f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}",
+            )
         self.on_event = on_event
         self.queries = Queries(self.training.queries, self._query_table)
 
@@ -108,6 +124,7 @@ class Engine:
 
     def run(self, method: Method, stream: Stream) -> Result:
         """Learn the stream's tasks in order, and after each measure all learned so far."""
+        _check_classes(stream)
         count = len(stream.tasks)
         nowhere = np.full((count, count), np.nan)
         result = Result(nowhere, nowhere.copy(), [len(task.test) for task in stream.tasks])
@@ -135,34 +152,39 @@ class Engine:
     ) -> list[float]:
         """Learn one task and return the mean loss of each epoch.
 
-        Where the loss turns non-finite the method is left as it was before the task.
+        Where it cannot be learned to its end (a loss that is not finite, an unreadable image, an
+        interrupt), the method is left as it was before.
         """
         if not len(task.train):
             raise EmptyTask(task.index)
         self._place(method)
         index = len(method.task_sizes)
-        self.on_event(Event("task", index, tasks or index + 1))
-        before = {name: tensor.clone() for name, tensor in method.learned_state().items()}
         classes = tuple(sorted(task.classes))
         labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
-        means = None
-        if method.wants_class_means(classes):
-            means = self._class_means(method, task.train, classes)
-        method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
-        losses: list[float] = []
+        strange = sorted(set(labels.tolist()) - set(classes))
+        if strange:
+            raise WrongRows(index, f"images of rows {strange} are not of its classes {classes}")
+        before = _copy_of_state(method)
         try:
+            self.on_event(Event("task", index, tasks or index + 1))
+            means = None
+            if method.wants_class_means(classes):
+                means = self._class_means(method, task.train, classes)
+            method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
+            losses: list[float] = []
             if method.closed_form:
                 table = self.queries.table(method, task.train)
                 method.fit(table, labels.to(table.device))
             elif method.trainable_parameters():
                 losses = self._train(method, task.train, past, index, tasks or index + 1)
-        except NonFiniteLoss:
             method.end_task()
+        except BaseException:
+            if method.in_task:
+                method.end_task()
             method.load_learned_state(before)
             raise
         finally:
-            self.queries.forget(task.train)
-        method.end_task()
+            self.queries.forget(method, task.train)
         return losses
 
     def _train(
@@ -192,14 +214,12 @@ class Engine:
             for step, (batch, whole) in enumerate(zip(loader, order, strict=True)):
                 wrapped.zero_grad()
                 loss = self._backward(method, module, self._on_device(batch), samples, len(whole))
-                if not math.isfinite(loss):
+                if not (math.isfinite(loss) and self._gradients_are_finite(method)):
                     raise NonFiniteLoss(index, epoch, step)
                 wrapped.step()
                 sum_of_losses += loss * len(whole)
                 progress = (index, tasks, epoch, training.epochs, step, len(order), loss, rate)
                 self.on_event(Event("step", *progress))
-            if not all(bool(p.isfinite().all()) for p in method.trainable_parameters()):
-                raise NonFiniteLoss(index, epoch, len(order) - 1)
             losses.append(sum_of_losses / len(samples))
             done = (index, tasks, epoch, training.epochs, len(order), len(order), losses[-1], rate)
             self.on_event(Event("epoch", *done))
@@ -217,9 +237,10 @@ class Engine:
         processes = self.fabric.world_size
         size = self.training.micro_batch or max(1, len(batch.labels))
         parts = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
-        value = torch.zeros((), device=self.fabric.device, dtype=torch.float64)
+        value = torch.zeros((), device=self.fabric.device)
         for number, part in enumerate(Batch(*tensors) for tensors in parts):
-            queries = self.queries.of(method, part, samples)
+            with self.fabric.autocast():
+                queries = self.queries.of(method, part, samples)
             last = number == len(parts) - 1
             with self.fabric.no_backward_sync(module, enabled=not last):
                 loss: Loss = module(part.images, part.labels, queries)
@@ -230,12 +251,21 @@ class Engine:
             value += share.detach()
         return float(self._reduced(value, "mean"))
 
+    def _gradients_are_finite(self, method: Method) -> bool:
+        if self.precision == "16-mixed":
+            return True  # the scaler meets overflows on purpose and skips those steps
+        gradients = [p.grad for p in method.trainable_parameters() if p.grad is not None]
+        return bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+
     def _epoch_samples(
         self, method: Method, own: Samples, past: Sequence[Task], index: int, epoch: int
     ) -> Samples:
         """The task's images, and those of past tasks a method asks to see again."""
         generator = keyed_generator(self.training.seed, index, epoch, "replay")
         wanted = method.replay(len(own), generator).numpy()
+        if len(wanted) and wanted[:, 0].max() >= len(past):
+            problem = f"{method.name} sees images of past tasks again; give all {index} of them"
+            raise BadOption("learn", "past", problem)
         again = [
             past[number].train.subset(wanted[wanted[:, 0] == number, 1])
             for number in sorted(set(wanted[:, 0].tolist()))
@@ -250,20 +280,21 @@ class Engine:
 
     # -- passes without training
 
-    @torch.inference_mode()
     def evaluate(
         self, method: Method, samples: Samples, classes: Iterable[int]
     ) -> tuple[float, float]:
         """Accuracy over all classes seen, and among `classes` only. NaN without images."""
+        if not method.classes_seen:
+            raise NothingLearned(method.name)
         self._place(method)
         method.eval()
         right = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
         own = torch.tensor(sorted(classes), device=self.fabric.device)
         for batch in self._pass_over(samples):
-            with self.fabric.autocast():
+            with torch.inference_mode(), self.fabric.autocast():
                 logits = method.logits(batch.images, self.queries.of(method, batch, samples))
-            right[0] += (logits.argmax(dim=1) == batch.labels).sum()
-            right[1] += (own[logits[:, own].argmax(dim=1)] == batch.labels).sum()
+                right[0] += (logits.argmax(dim=1) == batch.labels).sum()
+                right[1] += (own[logits[:, own].argmax(dim=1)] == batch.labels).sum()
         over_all, among_own = self._reduced(right, "sum").tolist()
         if not len(samples):
             return math.nan, math.nan
@@ -283,6 +314,7 @@ class Engine:
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda batch: method.queries(batch.images))
 
+    @torch.inference_mode(False)  # asked for while testing, a table may serve training later
     @torch.no_grad()
     def _table(self, samples: Samples, compute: Callable[[Batch], Tensor]) -> Tensor:
         """One row for each sample, in order, un-augmented, in every process."""
@@ -312,14 +344,42 @@ class Engine:
         assert isinstance(reduced, Tensor)
         return reduced
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "64-true" else torch.float32
+
     def _place(self, method: Method) -> None:
-        method.to(self.fabric.device)
-        self.fabric.strategy.precision.convert_module(method)
+        config, pixels = method.vit.config, self.views.pixels
+        if (config.image_size, config.channels) != (pixels.size, pixels.channels):
+            raise BadOption(
+                "the views",
+                "pixels",
+                f"{pixels.size} px x {pixels.channels} channels do not fit the backbone, which "
+                f"takes {config.image_size} px x {config.channels}",
+            )
+        method.to(self.fabric.device, self._dtype)
 
     def _on_device(self, batch: Batch) -> Batch:
         moved = Batch(*(self.fabric.to_device(tensor) for tensor in batch))
-        images = self.fabric.strategy.precision.convert_input(moved.images)
-        return moved._replace(images=images)
+        return moved._replace(images=moved.images.to(self._dtype))
+
+
+def _copy_of_state(method: Method) -> dict[str, Tensor]:
+    """The learned state; buffers are replaced, never written to, so only parameters are copied."""
+    parameters = {name for name, _ in method.named_parameters()}
+    return {
+        name: tensor.clone() if name in parameters else tensor
+        for name, tensor in method.learned_state().items()
+    }
+
+
+def _check_classes(stream: Stream) -> None:
+    task_of: dict[int, int] = {}
+    for task in stream.tasks:
+        for row in task.classes:
+            if row in task_of:
+                raise ClassInTwoTasks(stream.class_names[row], task_of[row], task.index)
+            task_of[row] = task.index
 
 
 def _everything(tasks: Sequence[Task]) -> Task:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coda_prompt.data.stream import Samples
 from coda_prompt.methods import Method
+from coda_prompt.model.vit import ViT
 from coda_prompt.training.loading import Batch
 
 QueryMode = Literal["exact", "cached"]
@@ -25,7 +26,7 @@ class Queries:
     def __init__(self, mode: QueryMode, compute: Compute) -> None:
         self.mode = mode
         self._compute = compute
-        self._tables: dict[int, tuple[Samples, Tensor]] = {}
+        self._tables: dict[tuple[int, int], tuple[ViT, Samples, Tensor]] = {}
 
     def of(self, method: Method, batch: Batch, samples: Samples) -> Tensor | None:
         """B x D, or None for a method that needs none."""
@@ -39,11 +40,12 @@ class Queries:
         """The queries of all these images, un-augmented; remembered in mode `cached`."""
         if self.mode == "exact":
             return self._compute(method, samples)
-        held = self._tables.get(id(samples))
-        if held is None:
-            held = self._tables[id(samples)] = (samples, self._compute(method, samples))
-        return held[1]
+        key = (id(method.vit), id(samples))
+        if key not in self._tables:
+            # The objects are held too, so that no other one can have their ids.
+            self._tables[key] = (method.vit, samples, self._compute(method, samples))
+        return self._tables[key][2]
 
-    def forget(self, samples: Samples) -> None:
+    def forget(self, method: Method, samples: Samples) -> None:
         """A task's training images are not seen again."""
-        self._tables.pop(id(samples), None)
+        self._tables.pop((id(method.vit), id(samples)), None)
