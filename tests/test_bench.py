@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -243,3 +244,27 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_changed_run_names_every_difference() -> None:
     error = ChangedRun("runs/a", ["training.epochs: 1 -> 2"])
     assert "training.epochs: 1 -> 2" in str(error)
+
+
+def test_runs_in_parallel_give_the_same_numbers(
+    tiny: Path, done: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Threads are shared out, so that the last bits may differ, but no image changes sides."""
+    out = str(tmp_path)
+    finished = coda("bench", str(tiny), "--jobs", "2", "--json", "--out", out)
+    assert finished.returncode == 0, finished.stderr
+    rows = zip(json.loads(finished.stdout)["rows"], done[1]["rows"], strict=True)
+    assert all(now["A_N"] == then["A_N"] for now, then in rows)
+
+
+def test_a_mistake_in_a_parallel_run_ends_in_one_message(tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "data"
+    shutil.copytree(tiny.parent / "data", broken)
+    (broken / "train" / "c" / "0.png").write_bytes(b"no image")
+    finished = coda(
+        "bench", str(tiny), "--jobs", "2", "--methods", "coda-p,ncm", "--out", str(tmp_path / "o"),
+        "--set", f"source={broken}",
+    )  # fmt: skip
+    assert finished.returncode == 2
+    assert "0.png" in finished.stderr
+    assert "Traceback" not in finished.stderr

@@ -102,6 +102,9 @@ def bench(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Runs at a time, each with its share of the threads.")
+    ] = 1,
     validation: Annotated[
         bool, typer.Option(help="Test on a fifth of the training images instead.")
     ] = False,
@@ -119,7 +122,7 @@ def bench(
         overrides.append(f"trials={trials}")
     if validation:
         overrides.append("stream.validation=true")
-    command.bench(benchmark, methods, overrides, out, dry_run=dry_run, as_json=as_json)
+    command.bench(benchmark, methods, overrides, out, jobs=jobs, dry_run=dry_run, as_json=as_json)
 
 
 def main() -> None:

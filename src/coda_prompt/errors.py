@@ -176,6 +176,15 @@ class BadMethod(CodaError):
         )
 
 
+class LostWorker(CodaError):
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(
+            f"A process that ran part of the benchmark died (exit code {exit_code}; -9 often means "
+            "that memory ran out). Finished runs are kept: start the same command again, with "
+            "fewer --jobs if memory was short."
+        )
+
+
 class ChangedRun(CodaError):
     def __init__(self, folder: object, differences: Sequence[str]) -> None:
         super().__init__(

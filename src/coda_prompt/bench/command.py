@@ -11,13 +11,21 @@ from rich.table import Table
 
 from coda_prompt.bench import plots, report
 from coda_prompt.bench.config import Benchmark, load_benchmark
+from coda_prompt.bench.parallel import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
-from coda_prompt.bench.runner import Run, run_all, runs_of
+from coda_prompt.bench.runner import run_in_turn, runs_of
 from coda_prompt.errors import BadOption, UnknownName
 
 
 def bench(
-    name: str, chosen: str, overrides: Sequence[str], out: Path, *, dry_run: bool, as_json: bool
+    name: str,
+    chosen: str,
+    overrides: Sequence[str],
+    out: Path,
+    *,
+    jobs: int,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     benchmark = load_benchmark(name, overrides)
     runs = runs_of(benchmark, _methods(benchmark, chosen), out)
@@ -25,12 +33,15 @@ def bench(
         print(json.dumps({"runs": [run.config for run in runs]}, indent=2))  # noqa: T201
         return
     messages = Console(stderr=True)
-    done: list[Run] = []
-    with BenchProgress([run for run in runs if not run.finished()], messages) as progress:
-        for run in run_all(runs, progress.on_event):
-            done.append(run)
+    todo = [run for run in runs if not run.finished()]
+    with BenchProgress(todo, messages) as progress:
+        if jobs > 1 and len(todo) > 1:
+            going = run_in_parallel(todo, jobs, progress.on_event)
+        else:
+            going = run_in_turn(todo, progress.on_event)
+        for run in going:
             progress.finished(run)
-    finished = [report.read_run(run.folder) for run in done]
+    finished = [report.read_run(run.folder) for run in runs]
     table = report.rows(finished)
     if as_json:
         print(json.dumps({"rows": table}, indent=2))  # noqa: T201

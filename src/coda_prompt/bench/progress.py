@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -20,10 +21,9 @@ class BenchProgress:
     def __init__(self, runs: Sequence[Run], console: Console) -> None:
         self._console = console
         self._weights = {run.folder: self._work(run) for run in runs}
-        self._done = 0.0
-        self._current: Run | None = None
+        self._shares: dict[Path, float] = {}
+        self._accuracies: dict[Path, str] = {}
         self._started = time.monotonic()
-        self._accuracy = ""
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -48,8 +48,6 @@ class BenchProgress:
         self._bar.stop()
 
     def on_event(self, run: Run, event: Event) -> None:
-        if run is not self._current:
-            self._current, self._accuracy = run, ""
         tasks = max(1, event.tasks)
         share = event.task / tasks
         if event.kind in ("step", "epoch"):
@@ -58,29 +56,23 @@ class BenchProgress:
         if event.kind == "evaluation":
             share = (event.task + 1) / tasks
             mean = 100 * sum(event.accuracies) / len(event.accuracies)
-            self._accuracy = f", {mean:.1f} % so far"
-            self._say(run, event, mean)
-        done = self._done + share * self._weights.get(run.folder, 0.0)
+            self._accuracies[run.folder] = f", {mean:.1f} % so far"
+        self._shares[run.folder] = share
+        done = self._completed()
         where = f"{run.method}, trial {run.seed + 1}, task {event.task + 1}/{tasks}"
+        if event.kind == "evaluation" and not self._console.is_terminal:
+            self._console.print(f"{where}: {mean:.1f} % over all classes so far, {self._eta(done)}")
         if event.epochs:
             where += f", epoch {event.epoch + 1}/{event.epochs}"
-        self._bar.update(
-            self._line, completed=done, description=where + self._accuracy, eta=self._eta(done)
-        )
+        where += self._accuracies.get(run.folder, "")
+        self._bar.update(self._line, completed=done, description=where, eta=self._eta(done))
 
     def finished(self, run: Run) -> None:
-        self._done += self._weights.get(run.folder, 0.0)
-        self._bar.update(self._line, completed=self._done)
+        self._shares[run.folder] = 1.0
+        self._bar.update(self._line, completed=self._completed())
 
-    def _say(self, run: Run, event: Event, mean: float) -> None:
-        if self._console.is_terminal:
-            return
-        share = (event.task + 1) / max(1, event.tasks)
-        done = self._done + share * self._weights.get(run.folder, 0.0)
-        self._console.print(
-            f"{run.method}, trial {run.seed + 1}, task {event.task + 1}/{event.tasks}: "
-            f"{mean:.1f} % over all classes so far, {self._eta(done)}"
-        )
+    def _completed(self) -> float:
+        return sum(self._weights[folder] * share for folder, share in self._shares.items())
 
     def _eta(self, done: float) -> str:
         total = sum(self._weights.values())

@@ -80,17 +80,18 @@ def runs_of(benchmark: Benchmark, names: Sequence[str], out: Path) -> list[Run]:
     ]
 
 
-def run_all(runs: Sequence[Run], on_event: OnEvent) -> Iterator[Run]:
-    """Run what is not finished yet; each run is yielded when its result is there."""
-    todo = [run for run in runs if not run.finished()]
-    backbone = load_backbone(todo[0].benchmark.backbone) if todo else None
-    source = load_source(todo[0].benchmark) if todo else None
+def run_in_turn(runs: Sequence[Run], on_event: OnEvent) -> Iterator[Run]:
+    """One after another; each is yielded when its result is there."""
+    if runs:
+        backbone, source = load_inputs(runs[0].benchmark)
     for run in runs:
-        if run in todo:
-            assert backbone is not None
-            assert source is not None
-            execute(run, backbone, source, on_event)
+        execute(run, backbone, source, on_event)
         yield run
+
+
+def load_inputs(benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
+    """What all runs of a benchmark share."""
+    return load_backbone(benchmark.backbone), load_source(benchmark)
 
 
 def load_source(benchmark: Benchmark) -> Source:

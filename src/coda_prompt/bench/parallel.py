@@ -1,0 +1,78 @@
+"""Several runs at once, each in a process of its own with its share of the threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from coda_prompt.bench.runner import OnEvent, Run, execute, load_inputs
+from coda_prompt.errors import CodaError, LostWorker
+from coda_prompt.training.engine import Event
+
+
+def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterator[Run]:
+    """Run all, so many at a time; each is yielded when its result is there."""
+    context = multiprocessing.get_context("spawn")
+    waiting: Any = context.Queue()
+    told: Any = context.Queue()
+    for number in [*range(len(runs)), *[None] * jobs]:
+        waiting.put(number)
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    workers = [
+        context.Process(target=_work, args=(list(runs), waiting, told, threads), daemon=True)
+        for _ in range(min(jobs, len(runs)))
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        yield from _follow(runs, workers, told, on_event)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _follow(
+    runs: Sequence[Run], workers: Sequence[BaseProcess], told: Any, on_event: OnEvent
+) -> Iterator[Run]:
+    left = len(runs)
+    while left:
+        try:
+            number, news = told.get(timeout=1)
+        except queue.Empty:
+            lost = [worker for worker in workers if worker.exitcode not in (None, 0)]
+            if lost:
+                raise LostWorker(lost[0].exitcode) from None
+            continue
+        if isinstance(news, Event):
+            on_event(runs[number], news)
+        elif news is None:
+            left -= 1
+            yield runs[number]
+        else:
+            raise CodaError(news)
+
+
+def _work(runs: list[Run], waiting: Any, told: Any, threads: int) -> None:
+    """One process: takes runs until there are none left."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    torch.set_num_threads(threads)
+    backbone, source = load_inputs(runs[0].benchmark)
+    while (number := waiting.get()) is not None:
+
+        def tell(run: Run, event: Event, number: int = number) -> None:
+            told.put((number, event))
+
+        try:
+            execute(runs[number], backbone, source, tell)
+        except CodaError as error:
+            told.put((number, str(error)))
+            return
+        told.put((number, None))
