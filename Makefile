@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/coda bench pocket --trials 1 --out runs/demo
+	$(BIN)/coda bench pocket --trials 1 --jobs 2 --out runs/demo
 
 lint: install
 	$(BIN)/ruff check .
