@@ -36,6 +36,12 @@ def state_file(folder: Path) -> Path:
     return folder / json.loads((folder / "method.json").read_text())["file"]
 
 
+def test_options_are_those_it_was_learned_with(saved: Path) -> None:
+    loaded = load_method(saved, tiny_vit())
+    assert loaded.config == methods.make("coda-p", tiny_vit(), components_per_task=3).config
+    assert loaded.config != methods.make("coda-p", tiny_vit()).config
+
+
 def test_another_backbone_is_refused_by_its_hash(saved: Path) -> None:
     with pytest.raises(WrongBackbone, match="Load it with the backbone it was learned on"):
         load_method(saved, tiny_vit(seed=1))

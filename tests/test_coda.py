@@ -67,6 +67,16 @@ def test_open_ended_growth_is_that_of_ten_tasks(name: str, each: int) -> None:
     assert half.component_sizes.tolist() == [5]
 
 
+def test_a_task_of_one_class_does_not_use_up_a_share() -> None:
+    method = coda(components=8, tasks=3, length=2)
+    grow(method, 1)
+    mean = torch.ones(1, 32)
+    method.begin_task(methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), mean))
+    method.end_task()
+    grow(method, 2)
+    assert method.component_sizes.tolist() == [3, 0, 3, 2]
+
+
 def test_a_task_past_the_planned_number_is_learned_too() -> None:
     method = coda(components=4, tasks=2, components_per_task=5, preset="paper", length=2)
     grow(method, 3)

@@ -21,12 +21,14 @@ from coda_prompt.errors import (
     ClassInTwoTasks,
     EmptyTask,
     NonFiniteLoss,
-    NothingLearned,
+    NotLearned,
+    UnfinishedTask,
     UnknownName,
     WrongRows,
 )
 from coda_prompt.methods import Loss, Method
-from coda_prompt.methods.base import make_config
+from coda_prompt.methods.base import cosines, make_config
+from coda_prompt.methods.coda import component_weights
 from coda_prompt.pixels import Pixels
 from coda_prompt.training.engine import Engine, Event, Training
 from coda_prompt.training.loading import Views
@@ -418,14 +420,14 @@ def test_mixed_precision_learns(name: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     options = {"preset": "paper", "tasks": 2} if name == "coda-p" else {}
     method = methods.make(name, tiny_vit(), **options)
-    backbone = method.vit.fingerprint()
+    backbone = method.backbone.fingerprint() if method.frozen_backbone else None
     stream = cut(patterns(5, 6), tasks=2)
     result = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8), fabric=fabric).run(
         method, stream
     )
     assert all(np.isfinite(loss) for losses in result.losses for loss in losses)
     if method.frozen_backbone:
-        assert method.vit.fingerprint() == backbone
+        assert method.backbone.fingerprint() == backbone
     assert method.logits(torch.rand(2, 1, 16, 16)).dtype == torch.float32
 
 
@@ -436,8 +438,11 @@ def test_mixed_precision_keeps_the_penalty_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(method.penalty(), exact)
         queries = torch.randn(4, 32)
-        mixed = method.prefixes(queries)[0][0]
-    torch.testing.assert_close(mixed.float(), method.prefixes(queries)[0][0], rtol=0.02, atol=0.01)
+        weights = component_weights(queries, method.new_keys, method.new_attention)
+        similarity = cosines(queries, method.new_keys)
+    exactly = component_weights(queries, method.new_keys, method.new_attention)
+    assert torch.equal(weights, exactly)
+    assert torch.equal(similarity, cosines(queries, method.new_keys))
 
 
 def test_a_backbone_rounded_to_half_precision_is_refused() -> None:
@@ -474,8 +479,8 @@ def test_a_class_in_two_tasks_of_a_stream_is_refused() -> None:
 
 def test_testing_before_learning_is_refused() -> None:
     (task,) = cut(patterns(3, 5), tasks=1).tasks
-    with pytest.raises(NothingLearned, match="coda-p has not learned any class"):
-        Engine(PLAIN_VIEWS).evaluate(methods.make("coda-p", tiny_vit()), task.test, [0])
+    with pytest.raises(NotLearned, match="coda-p has not learned classes 0, 2 yet"):
+        Engine(PLAIN_VIEWS).evaluate(methods.make("coda-p", tiny_vit()), task.test, [0, 2])
 
 
 def test_pixels_that_do_not_fit_the_backbone_are_refused() -> None:
@@ -490,3 +495,121 @@ def test_training_options_are_checked_like_any_others() -> None:
         make_config(Training, "the training", {"epoch": 3})
     with pytest.raises(BadOption, match="Option 'betas'"):
         make_config(Training, "the training", {"betas": (1.5, 2.0)})
+
+
+def test_learning_inside_an_unfinished_task_is_refused_and_leaves_it_open() -> None:
+    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    for name in sorted(methods.METHODS):
+        method = methods.make(name, tiny_vit())
+        method.begin_task(brief(method, new=2))
+        with pytest.raises(UnfinishedTask, match="in the middle of a task"):
+            Engine(PLAIN_VIEWS).learn(method, task)
+        assert method.in_task
+        assert method.task_sizes.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, e in methods.METHODS.items() if e.type.trains_on == "task"]
+)
+def test_a_gap_in_the_rows_is_named_and_leaves_no_trace(name: str) -> None:
+    tasks = cut(patterns(6, 5), tasks=3).tasks
+    method = methods.make(name, tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1))
+    engine.learn(method, tasks[0])
+    before = method.learned_state()
+    with pytest.raises(WrongRows, match="2 classes are known"):
+        engine.learn(method, tasks[2], past=tasks[:2])
+    after = method.learned_state()
+    assert after.keys() == before.keys()
+    engine.learn(method, tasks[1], past=tasks[:1])
+    assert method.task_sizes.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", ["coda-p", "l2p++", "dualprompt", "ft", "lwf-mc", "er-5000"])
+def test_a_task_that_cannot_begin_leaves_no_trace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters are made one after another; memory may run out at each of them."""
+    first, second = cut(patterns(5, 6), tasks=2).tasks
+    method = methods.make(name, tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1))
+    engine.learn(method, first)
+    before = {key: tensor.clone() for key, tensor in method.learned_state().items()}
+    attributes = set(vars(method))
+    parameter, failures = torch.nn.Parameter, 0
+    for failing in range(1, 8):
+        made: list[int] = []
+
+        def scarce(*arguments: Any, made: list[int] = made, failing: int = failing) -> Any:
+            made.append(1)
+            if len(made) == failing:
+                raise MemoryError
+            return parameter(*arguments)
+
+        for module in ("head", "coda", "l2p", "dualprompt"):
+            monkeypatch.setattr(f"coda_prompt.methods.{module}.nn.Parameter", scarce)
+        try:
+            engine.learn(method, second, past=[first])
+        except MemoryError:
+            failures += 1
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+        after = method.learned_state()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+        assert set(vars(method)) == attributes
+        assert not method.trainable_parameters()
+    assert failures >= 2
+    assert method.task_sizes.tolist() == [3, 2]
+
+
+def test_buffers_written_in_place_are_put_back_too() -> None:
+    first, second = cut(patterns(5, 6), tasks=2).tasks
+    method = methods.make("ncm", tiny_vit())
+    engine = Engine(PLAIN_VIEWS)
+    engine.learn(method, first)
+    sums = method.sums.clone()
+
+    def fit(queries: Tensor, labels: Tensor) -> None:
+        method.sums.add_(1)
+        raise KeyboardInterrupt
+
+    method.fit = fit  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.learn(method, second)
+    assert torch.equal(method.sums, sums)
+
+
+def test_a_large_but_finite_gradient_is_not_taken_for_overflow() -> None:
+    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    method = methods.make("coda-p", tiny_vit())
+    loss = method.loss
+
+    def large(images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+        found = loss(images, labels, queries)
+        return found._replace(mean=found.mean * 1e21)
+
+    method.loss = large  # type: ignore[method-assign]
+    Engine(PLAIN_VIEWS, Training(epochs=1)).learn(method, task)
+    assert method.classes_seen == 3
+
+
+def test_a_stream_is_run_by_a_method_that_has_learned_nothing() -> None:
+    stream = cut(patterns(4, 5), tasks=2)
+    method = methods.make("ncm", tiny_vit())
+    engine = Engine(PLAIN_VIEWS)
+    engine.run(method, stream)
+    with pytest.raises(BadOption, match="ncm has learned before"):
+        engine.run(method, stream)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_images() -> None:
+    events: list[Event] = []
+    (task,) = cut(patterns(3, 3), tasks=1).tasks
+    method = methods.make("coda-p", tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8), on_event=events.append)
+    losses = engine.learn(method, task)
+    steps = [event.loss for event in events if event.kind == "step"]
+    assert losses == [pytest.approx((8 * steps[0] + 1 * steps[1]) / 9)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def test_a_prompt_of_one_row_is_odd_too() -> None:
 
 @pytest.mark.parametrize("blocks", [(), (0, 1, 1)])
 def test_no_block_or_one_twice_is_refused(blocks: tuple[int, ...]) -> None:
-    with pytest.raises(BadOption, match="is empty or names a block twice"):
+    with pytest.raises(BadOption, match=r"names a block twice|at least one block"):
         methods.make("coda-p", tiny_vit(), blocks=blocks)
 
 
@@ -310,14 +312,26 @@ def test_dualprompts_general_prompts_go_on_from_task_to_task() -> None:
     assert torch.equal(method.open_general, trained)
 
 
-def test_keys_attention_and_components_start_independently() -> None:
-    method = methods.make("coda-p", tiny_vit(), length=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"preset": "paper", "tasks": 2, "components": 20},
+        {"preset": "release-2022", "tasks": 2, "components": 20},
+        {"orthogonality": False},
+    ],
+)
+def test_keys_attention_and_components_start_independently(options: dict[str, Any]) -> None:
+    method = methods.make("coda-p", tiny_vit(), length=2, **options)
     method.begin_task(brief(method, new=2))
-    keys, attention = method.new_keys.detach(), method.new_attention.detach()
-    assert float((keys * attention).sum(dim=-1).abs().mean()) < 0.4
-    half = method.new_components.detach()[:, :, 0]
-    for other in (keys, attention):
-        similarity = torch.nn.functional.cosine_similarity(half, other, dim=-1)
+    halves = [
+        method.new_keys.detach(),
+        method.new_attention.detach(),
+        method.new_components.detach()[:, :, 0],
+    ]
+    for first, second in itertools.combinations(halves, 2):
+        centred = [rows - rows.mean(dim=-1, keepdim=True) for rows in (first, second)]
+        similarity = torch.nn.functional.cosine_similarity(*centred, dim=-1)
         assert float(similarity.abs().mean()) < 0.4
 
 
@@ -402,6 +416,28 @@ def test_later_images_of_a_known_class_enter_the_buffer() -> None:
     from_second = int((method.buffer[:, 0] == 1).sum())
     assert len(method.buffer) == 40
     assert 10 < from_second < 30
+
+
+def test_a_new_row_starts_as_a_linear_layer_would_start_it() -> None:
+    method = methods.make("coda-p", tiny_vit())
+    method.begin_task(brief(method, new=200))
+    bound = 32**-0.5
+    for values in (method.head.open_weight.detach(), method.head.open_bias.detach()):
+        assert values.abs().max() <= bound
+        assert float(values.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
+
+
+def test_in_a_mixed_task_each_new_row_is_imprinted_from_its_own_class() -> None:
+    method = methods.make("coda-p", tiny_vit(), head_init="imprint")
+    means = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    for index, classes in enumerate([(0, 1), (1, 2, 3)]):
+        none = torch.zeros(0, dtype=torch.int64)
+        method.begin_task(methods.TaskBrief(index, 0, classes, none, means[list(classes)]))
+        if index == 0:
+            method.end_task()
+    rows = method.head.weight[2:]
+    cosine = torch.nn.functional.cosine_similarity(rows, means[2:4])
+    torch.testing.assert_close(cosine, torch.ones(2))
 
 
 def test_an_imprinted_row_has_the_mean_length_and_bias_of_older_rows() -> None:

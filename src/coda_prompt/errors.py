@@ -77,15 +77,19 @@ class WrongRows(CodaError):
         )
 
 
-class NothingLearned(CodaError):
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name} has not learned any class yet. Learn a task before testing it.")
+class NotLearned(CodaError):
+    def __init__(self, name: str, rows: Sequence[int]) -> None:
+        super().__init__(
+            f"{name} has not learned classes {_listed(rows)} yet. Learn their task before testing "
+            "them."
+        )
 
 
 class UnfinishedTask(CodaError):
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name} is in the middle of a task. Finish the task, or load the last saved state."
+            f"{name} is in the middle of a task. Finish it with end_task, or load the saved "
+            "method anew."
         )
 
 
@@ -162,9 +166,9 @@ class WrongBackbone(CodaError):
 class NonFiniteLoss(CodaError):
     def __init__(self, task: int, epoch: int, step: int) -> None:
         super().__init__(
-            f"The loss is not finite in task {task + 1}, epoch {epoch + 1}, step {step + 1}. The "
-            "model was put back to what it was before this task. Lower the learning rate, or "
-            "look for bad values in the images."
+            f"The loss or its gradient is not finite in task {task + 1}, epoch {epoch + 1}, step "
+            f"{step + 1}. The model was put back to what it was before this task. Lower the "
+            "learning rate, or look for bad values in the images."
         )
 
 

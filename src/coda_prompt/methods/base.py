@@ -120,6 +120,7 @@ class Method(nn.Module):
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__()
         self.config = config
+        self.vit_config = backbone.config
         self.in_task = False
         if self.frozen_backbone:
             self.backbone = backbone.requires_grad_(False)
@@ -129,11 +130,6 @@ class Method(nn.Module):
     def classes_seen(self) -> int:
         """Classes of all tasks, the one being learned included."""
         return int(self.task_sizes.sum())
-
-    @property
-    def vit(self) -> ViT:
-        """The network that images go through."""
-        return self.backbone
 
     # -- the life of a task
 
@@ -153,7 +149,7 @@ class Method(nn.Module):
         self.task_sizes = torch.cat([self.task_sizes, self.task_sizes.new_tensor([len(new)])])
 
     def end_task(self) -> None:
-        """Merge what was learned into the buffers."""
+        """Merge what was learned into the buffers; an override calls this one last."""
         self.in_task = False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -369,10 +365,10 @@ def check_length(field: str, length: int) -> None:
         raise OddPromptLength(field, length)
 
 
-def check_blocks(blocks: tuple[int, ...], backbone: ViT) -> None:
+def check_blocks(field: str, blocks: tuple[int, ...], backbone: ViT) -> None:
     depth = backbone.config.depth
-    if not blocks or len(set(blocks)) < len(blocks):
-        raise BadOption("the prompts", "blocks", f"{blocks} is empty or names a block twice")
+    if len(set(blocks)) < len(blocks):
+        raise BadOption("the method", field, f"{blocks} names a block twice")
     if any(block < 0 or block >= depth for block in blocks):
         raise TooManyBlocks(blocks, depth)
 

@@ -147,7 +147,9 @@ class RanPAC(ClosedForm):
         # Below this the rounding of a float32 Gram matrix outweighs the ridge.
         least = 1e-6 * float(damped.trace())
         if float(self.ridge) < least:
-            log.info("ridge %g is raised to %g, the least that float32 resolves", self.ridge, least)
+            log.warning(
+                "ridge %g is raised to %g, the least that float32 resolves", self.ridge, least
+            )
             self.ridge = self.ridge.new_tensor(least)
         damped.diagonal().add_(float(self.ridge))
         solved = torch.cholesky_solve(sums.cpu().double(), torch.linalg.cholesky(damped))

@@ -108,18 +108,20 @@ class CodaPrompt(PromptMethod):
     def __init__(self, backbone: ViT, config: CodaConfig) -> None:
         super().__init__(backbone, config)
         check_length("length", config.length)
-        check_blocks(config.blocks, backbone)
+        check_blocks("blocks", config.blocks, backbone)
+        if not config.blocks:
+            raise BadOption("CODA-P", "blocks", "prompts need at least one block")
         start, self._penalty_name, weight = PRESETS[config.preset]
         if start == "all-at-once" and config.tasks is None:
             raise BadOption(
-                "coda-p",
+                "CODA-P",
                 "tasks",
                 f"preset '{config.preset}' starts all components together and needs the number of "
                 "tasks; give it, or use preset 'release-2023'",
             )
         if config.tasks is not None and config.components < config.tasks:
             raise BadOption(
-                "coda-p",
+                "CODA-P",
                 "components",
                 f"{config.components} components cannot be shared out over {config.tasks} tasks; "
                 "use at least one per task",

@@ -66,8 +66,10 @@ class DualPrompt(PromptMethod):
         super().__init__(backbone, config)
         check_length("general_length", config.general_length)
         check_length("expert_length", config.expert_length)
-        check_blocks(config.general_blocks, backbone)
-        check_blocks(config.expert_blocks, backbone)
+        check_blocks("general_blocks", config.general_blocks, backbone)
+        check_blocks("expert_blocks", config.expert_blocks, backbone)
+        if not config.expert_blocks:
+            raise BadOption("dualprompt", "expert_blocks", "experts need at least one block")
         shared = set(config.general_blocks) & set(config.expert_blocks)
         if shared:
             raise BadOption(

@@ -22,18 +22,14 @@ class WholeNetwork(TrainedMethod):
         super().__init__(backbone, config)
         self.network = copy.deepcopy(backbone).requires_grad_(False)
 
-    @property
-    def vit(self) -> ViT:
-        return self.network
-
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         # Where the head alone was imprinted there is no loss, and weight decay must not act.
         self.network.requires_grad_(self.head.open_weight is not None)
 
     def end_task(self) -> None:
-        super().end_task()
         self.network.requires_grad_(False)
+        super().end_task()
 
     def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
         return self.network.features(images)

@@ -61,7 +61,9 @@ class L2P(PromptMethod):
     def __init__(self, backbone: ViT, config: L2PConfig) -> None:
         super().__init__(backbone, config)
         check_length("length", config.length)
-        check_blocks(config.blocks, backbone)
+        check_blocks("blocks", config.blocks, backbone)
+        if not config.blocks:
+            raise BadOption("L2P++", "blocks", "prompts need at least one block")
         if config.top > config.pool:
             raise BadOption(
                 "l2p++", "top", f"{config.top} prompts cannot be taken from a pool of {config.pool}"

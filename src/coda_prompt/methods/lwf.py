@@ -29,14 +29,13 @@ class LearningWithoutForgetting(WholeNetwork):
         self.task_rows: tuple[int, ...] = ()
 
     def begin_task(self, brief: TaskBrief) -> None:
-        if self.classes_seen:
-            self.teacher = Teacher(self.network, self.head)
-        self.task_rows = brief.classes
+        teacher = Teacher(self.network, self.head) if self.classes_seen else None
         super().begin_task(brief)
+        self.teacher, self.task_rows = teacher, brief.classes
 
     def end_task(self) -> None:
-        super().end_task()
         self.teacher = None
+        super().end_task()
 
     def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
         logits = self.head(features)

@@ -53,7 +53,6 @@ class ExperienceReplay(WholeNetwork):
 
     def end_task(self) -> None:
         """Keep the same number of each class."""
-        super().end_task()
         kept = torch.cat([self.buffer.cpu(), self.candidates])
         kept = kept[kept[:, 3].argsort()]
         share, remainder = divmod(self.config.buffer, max(1, self.classes_seen))
@@ -63,6 +62,7 @@ class ExperienceReplay(WholeNetwork):
             parts.append(of_class[: share + (row < remainder)])
         self.buffer = torch.cat(parts).to(self.buffer.device)
         self.candidates = self.candidates[:0]
+        super().end_task()
 
     def replay(self, count: int, generator: torch.Generator) -> Tensor:
         """As many past images as the task has, drawn with replacement."""

@@ -26,7 +26,8 @@ from coda_prompt.errors import (
     ClassInTwoTasks,
     EmptyTask,
     NonFiniteLoss,
-    NothingLearned,
+    NotLearned,
+    UnfinishedTask,
     WrongRows,
 )
 from coda_prompt.methods import Loss, Method, TaskBrief
@@ -35,6 +36,7 @@ from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries, QueryMode
 from coda_prompt.training.schedule import Schedule, learning_rate
+from coda_prompt.training.snapshot import Snapshot
 
 Matrix = NDArray[np.float64]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -50,7 +52,7 @@ class Training:
     """Images a step, over all processes."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Images a process holds at once; smaller ones accumulate to the same step."""
-    learning_rate: float | None = Field(default=None, gt=0)
+    learning_rate: float | None = Field(default=None, gt=0, le=1000)
     """None: what the paper trains the method's family with."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -97,7 +99,11 @@ class Result:
 
 
 class Engine:
-    """Drives any method through tasks."""
+    """Drives any method through tasks.
+
+    A method and its backbone are moved to Fabric's device and stay there, in float64 where the
+    precision is `64-true` and in float32 otherwise: mixed precisions leave weights as they are.
+    """
 
     def __init__(
         self,
@@ -125,6 +131,8 @@ class Engine:
     def run(self, method: Method, stream: Stream) -> Result:
         """Learn the stream's tasks in order, and after each measure all learned so far."""
         _check_classes(stream)
+        if method.classes_seen:
+            raise BadOption("run", "method", f"{method.name} has learned before; make a new one")
         count = len(stream.tasks)
         nowhere = np.full((count, count), np.nan)
         result = Result(nowhere, nowhere.copy(), [len(task.test) for task in stream.tasks])
@@ -157,6 +165,8 @@ class Engine:
         """
         if not len(task.train):
             raise EmptyTask(task.index)
+        if method.in_task:
+            raise UnfinishedTask(method.name)
         self._place(method)
         index = len(method.task_sizes)
         classes = tuple(sorted(task.classes))
@@ -164,7 +174,7 @@ class Engine:
         strange = sorted(set(labels.tolist()) - set(classes))
         if strange:
             raise WrongRows(index, f"images of rows {strange} are not of its classes {classes}")
-        before = _copy_of_state(method)
+        before = Snapshot(method)
         try:
             self.on_event(Event("task", index, tasks or index + 1))
             means = None
@@ -179,12 +189,10 @@ class Engine:
                 losses = self._train(method, task.train, past, index, tasks or index + 1)
             method.end_task()
         except BaseException:
-            if method.in_task:
-                method.end_task()
-            method.load_learned_state(before)
+            before.restore()
             raise
         finally:
-            self.queries.forget(method, task.train)
+            self.queries.forget(task.train)
         return losses
 
     def _train(
@@ -255,7 +263,7 @@ class Engine:
         if self.precision == "16-mixed":
             return True  # the scaler meets overflows on purpose and skips those steps
         gradients = [p.grad for p in method.trainable_parameters() if p.grad is not None]
-        return bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def _epoch_samples(
         self, method: Method, own: Samples, past: Sequence[Task], index: int, epoch: int
@@ -284,12 +292,14 @@ class Engine:
         self, method: Method, samples: Samples, classes: Iterable[int]
     ) -> tuple[float, float]:
         """Accuracy over all classes seen, and among `classes` only. NaN without images."""
-        if not method.classes_seen:
-            raise NothingLearned(method.name)
+        rows = sorted(classes)
+        unknown = [row for row in rows if row >= method.classes_seen]
+        if unknown:
+            raise NotLearned(method.name, unknown)
         self._place(method)
         method.eval()
         right = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
-        own = torch.tensor(sorted(classes), device=self.fabric.device)
+        own = torch.tensor(rows, device=self.fabric.device)
         for batch in self._pass_over(samples):
             with torch.inference_mode(), self.fabric.autocast():
                 logits = method.logits(batch.images, self.queries.of(method, batch, samples))
@@ -349,7 +359,7 @@ class Engine:
         return torch.float64 if self.precision == "64-true" else torch.float32
 
     def _place(self, method: Method) -> None:
-        config, pixels = method.vit.config, self.views.pixels
+        config, pixels = method.vit_config, self.views.pixels
         if (config.image_size, config.channels) != (pixels.size, pixels.channels):
             raise BadOption(
                 "the views",
@@ -362,15 +372,6 @@ class Engine:
     def _on_device(self, batch: Batch) -> Batch:
         moved = Batch(*(self.fabric.to_device(tensor) for tensor in batch))
         return moved._replace(images=moved.images.to(self._dtype))
-
-
-def _copy_of_state(method: Method) -> dict[str, Tensor]:
-    """The learned state; buffers are replaced, never written to, so only parameters are copied."""
-    parameters = {name for name, _ in method.named_parameters()}
-    return {
-        name: tensor.clone() if name in parameters else tensor
-        for name, tensor in method.learned_state().items()
-    }
 
 
 def _check_classes(stream: Stream) -> None:

@@ -26,7 +26,7 @@ class Queries:
     def __init__(self, mode: QueryMode, compute: Compute) -> None:
         self.mode = mode
         self._compute = compute
-        self._tables: dict[tuple[int, int], tuple[ViT, Samples, Tensor]] = {}
+        self._tables: dict[tuple[int, int], tuple[Samples, ViT, Tensor]] = {}
 
     def of(self, method: Method, batch: Batch, samples: Samples) -> Tensor | None:
         """B x D, or None for a method that needs none."""
@@ -40,12 +40,12 @@ class Queries:
         """The queries of all these images, un-augmented; remembered in mode `cached`."""
         if self.mode == "exact":
             return self._compute(method, samples)
-        key = (id(method.vit), id(samples))
+        key = (id(samples), id(method.backbone))
         if key not in self._tables:
             # The objects are held too, so that no other one can have their ids.
-            self._tables[key] = (method.vit, samples, self._compute(method, samples))
+            self._tables[key] = (samples, method.backbone, self._compute(method, samples))
         return self._tables[key][2]
 
-    def forget(self, method: Method, samples: Samples) -> None:
+    def forget(self, samples: Samples) -> None:
         """A task's training images are not seen again."""
-        self._tables.pop((id(method.vit), id(samples)), None)
+        self._tables = {key: held for key, held in self._tables.items() if key[0] != id(samples)}
