@@ -90,7 +90,8 @@ def methods(
 @app.command(
     epilog="Examples: `coda bench pocket`; "
     "`coda bench pocket --methods coda-p,ncm --trials 1 --json`; "
-    "`coda bench pocket --set training.epochs=2 --set methods.coda-p.options.length=4`"
+    "`coda bench pocket --set training.epochs=2 --set methods.coda-p.options.length=4`; "
+    "`coda bench imagenet-r-10 --data DIR --set protocol=release-2023`"
 )
 def bench(
     benchmark: Annotated[str, typer.Argument(help="A preset, or the path of a YAML file.")],
@@ -99,6 +100,9 @@ def bench(
     ] = "",
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs"),
+    data: Annotated[
+        Path | None, typer.Option(envvar="CODA_DATA", help="Folder of the paper's datasets.")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")
     ] = None,
@@ -117,7 +121,8 @@ def bench(
     """
     from coda_prompt.bench import command
 
-    overrides = list(override or [])
+    overrides = [] if data is None else [f"data={json.dumps(str(data))}"]
+    overrides += override or []
     if trials is not None:
         overrides.append(f"trials={trials}")
     if validation:

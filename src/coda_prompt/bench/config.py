@@ -14,7 +14,11 @@ from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
 from coda_prompt.methods.base import MethodConfig, make_config
+from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.training.engine import Training
+
+Protocol = Literal["paper", "release-2022", "release-2023"]
+RELEASES = ("release-2022", "release-2023")
 
 
 class _Section(BaseModel):
@@ -45,7 +49,13 @@ class Benchmark(_Section):
     name: str
     description: str = ""
     source: str
-    """`pocket`, or the path of an image folder."""
+    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, or an image folder."""
+    data: Path | None = None
+    """The folder the paper's datasets lie in. Another place for the same data is the same run."""
+    lists: Path | None = None
+    """The folder of the dataset's train and test lists; None: beside the data."""
+    classes: int | None = Field(default=None, ge=1)
+    """How many the source has to have: half of an archive is not a smaller benchmark."""
     strength: float | None = Field(default=None, ge=0)
     """Of pocket's styles; None: the published one; 0: plain ink."""
     backbone: str = "pocket"
@@ -56,6 +66,8 @@ class Benchmark(_Section):
     stream: StreamSection
     trials: int = Field(default=5, ge=1)
     """Seeds 0, 1, …: each fixes class order, splits and initial values for all methods."""
+    protocol: Protocol | None = None
+    """Whose word counts where paper and released code differ; None: the library's defaults."""
     training: dict[str, Any] = {}
     """Fields of `Training` for every method; a method's own section goes before it."""
     demo: tuple[str, ...] = ()
@@ -68,11 +80,15 @@ class Benchmark(_Section):
         options = dict(self.methods.get(name, MethodSection()).options)
         if "tasks" in entry.type.Config.__dataclass_fields__ and self.stream.tasks is not None:
             options.setdefault("tasks", self.stream.tasks)
+        if issubclass(entry.type.Config, CodaConfig) and self.protocol is not None:
+            options.setdefault("preset", self.protocol)
         return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:
+        protocol = {"schedule": "lagging-cosine"} if self.protocol in RELEASES else {}
         own = self.methods.get(name, MethodSection()).training
-        return make_config(Training, "the training", {**self.training, **own, "seed": seed})
+        fields = {**protocol, **self.training, **own, "seed": seed}
+        return make_config(Training, "the training", fields)
 
 
 def preset_names() -> list[str]:
@@ -81,10 +97,19 @@ def preset_names() -> list[str]:
 
 
 def load_benchmark(name_or_path: str, overrides: Iterable[str] = ()) -> Benchmark:
-    """A preset by name or a YAML file, with `field.field=value` overrides, validated."""
+    """A preset by name or a YAML file, with `field.field=value` overrides, validated.
+
+    Its section `release` holds what the released scripts do otherwise in this benchmark. It is
+    laid over the other fields under a `release-*` protocol, below the overrides.
+    """
     fields = _merged(name_or_path)
-    for override in overrides:
-        _override(fields, override)
+    released = fields.pop("release", {})
+    if not isinstance(released, dict):
+        raise BadOption(f"benchmark {name_or_path}", "release", "needs fields of a benchmark")
+    overrides = list(overrides)
+    if _overridden(fields, overrides).get("protocol") in RELEASES:
+        fields = _laid_over(fields, released)
+    fields = _overridden(fields, overrides)
     try:
         benchmark = Benchmark(**fields)
     except ValidationError as error:
@@ -127,22 +152,33 @@ def _read(name_or_path: str) -> dict[str, Any]:
     return fields
 
 
-def _override(fields: dict[str, Any], override: str) -> None:
-    """Set `a.b.c=value` in nested fields; the value is read as YAML."""
-    path, equals, text = override.partition("=")
-    if not equals:
-        raise BadOption("the command line", "set", f"'{override}' is not field=value")
-    *parents, last = path.split(".")
-    place = fields
-    for parent in parents:
-        inner = place.get(parent) or {}
-        if not isinstance(inner, dict):
-            raise BadOption("the command line", "set", f"'{parent}' in '{path}' has no fields")
-        place[parent] = place = {**inner}
-    try:
-        place[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise BadOption("the command line", "set", f"'{text}' is not a value") from error
+def _laid_over(fields: Any, above: Any) -> Any:
+    """Nested fields, with those of `above` before them."""
+    if not (isinstance(fields, dict) and isinstance(above, dict)):
+        return above
+    inner = {key: _laid_over(fields.get(key), value) for key, value in above.items()}
+    return {**fields, **inner}
+
+
+def _overridden(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Fields with each `a.b.c=value` set; the value is read as YAML."""
+    fields = {**fields}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise BadOption("the command line", "set", f"'{override}' is not field=value")
+        *parents, last = path.split(".")
+        place = fields
+        for parent in parents:
+            inner = place.get(parent) or {}
+            if not isinstance(inner, dict):
+                raise BadOption("the command line", "set", f"'{parent}' in '{path}' has no fields")
+            place[parent] = place = {**inner}
+        try:
+            place[last] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise BadOption("the command line", "set", f"'{text}' is not a value") from error
+    return fields
 
 
 def _bad_option(owner: str, error: ValidationError) -> BadOption | UnknownName:

@@ -21,16 +21,20 @@ from lightning_fabric import Fabric
 
 from coda_prompt import __version__, methods
 from coda_prompt.bench.config import Benchmark
+from coda_prompt.data import hub
+from coda_prompt.data.paper import PUBLISHED, published_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.sources import Source, folder_source
 from coda_prompt.data.stream import Stream, cut
-from coda_prompt.errors import ChangedRun, CorruptFile
+from coda_prompt.errors import ChangedRun, CorruptFile, MissingData, UnknownName
 from coda_prompt.files import write_atomically
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.training.engine import Engine, Event, Result
 from coda_prompt.training.loading import Views
 
 CONFIG, ENVIRONMENT, RESULT, LOG = "config.json", "environment.json", "result.json", "events.jsonl"
+# Resolved elsewhere in a run's configuration, or without a say in its numbers.
+NOT_IN_A_RUN = {"methods", "training", "demo", "data", "lists", "classes", "protocol"}
 OnEvent = Callable[["Run", Event], None]
 
 
@@ -47,7 +51,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Everything that decides the run's numbers, resolved."""
         training = self.benchmark.method_training(self.method, self.seed)
-        shared = self.benchmark.model_dump(mode="json", exclude={"methods", "training", "demo"})
+        shared = self.benchmark.model_dump(mode="json", exclude=NOT_IN_A_RUN)
         return {
             **shared,
             "strength": STRENGTH if shared["strength"] is None else shared["strength"],
@@ -90,15 +94,37 @@ def run_in_turn(runs: Sequence[Run], on_event: OnEvent) -> Iterator[Run]:
 
 
 def load_inputs(benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
-    """What all runs of a benchmark share."""
-    return load_backbone(benchmark.backbone), load_source(benchmark)
+    """What all runs of a benchmark share; missing data are told before a backbone is fetched."""
+    source = load_source(benchmark)
+    return load_backbone(benchmark.backbone), source
 
 
 def load_source(benchmark: Benchmark) -> Source:
-    if benchmark.source == "pocket":
+    """The benchmark's data, with as many classes as it has to have."""
+    source = _find_source(benchmark)
+    if benchmark.classes not in (None, len(source.class_names)):
+        raise MissingData(
+            benchmark.source,
+            f"it has {len(source.class_names)} classes, but {benchmark.name} is made for "
+            f"{benchmark.classes}",
+            "Look for a part that was not extracted. To run on a part of it on purpose, set "
+            f"classes={len(source.class_names)}.",
+        )
+    return source
+
+
+def _find_source(benchmark: Benchmark) -> Source:
+    name = benchmark.source
+    if name == "pocket":
         strength = STRENGTH if benchmark.strength is None else benchmark.strength
         return pocket_source(strength)
-    return folder_source(benchmark.source)
+    if name in PUBLISHED:
+        return published_source(name, benchmark.data, benchmark.lists)
+    if name.startswith(hub.PREFIX):
+        return hub.hub_source(name.removeprefix(hub.PREFIX))
+    if Path(name).name == name and not Path(name).exists():
+        raise UnknownName("source or folder", name, ("pocket", *PUBLISHED))
+    return folder_source(name)
 
 
 def stream_of(benchmark: Benchmark, source: Source, seed: int) -> Stream:

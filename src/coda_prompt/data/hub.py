@@ -1,0 +1,78 @@
+"""Datasets of the Hugging Face hub by name, through the `datasets` package (an extra)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from coda_prompt.data.sources import Integers, Source
+from coda_prompt.errors import BadImage, MissingData
+
+PREFIX = "hub:"
+
+
+class HubSplit:
+    """A split of a hub dataset; images are decoded when asked for."""
+
+    domains: Integers | None = None
+
+    def __init__(self, name: str, rows: Any, image: str, label: str) -> None:
+        self.name, self.rows, self.image_column = name, rows, image
+        self.labels: Integers = np.asarray(rows[label][:], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        try:
+            image: Image.Image = self.rows[index][self.image_column]
+            image.load()
+        except (OSError, SyntaxError, ValueError) as problem:
+            raise BadImage(f"{self.name}[{index}]", f"cannot be decoded ({problem})") from problem
+        return image
+
+    def fingerprint(self) -> str:
+        """A hash of the name and all labels; images are not read."""
+        return hashlib.sha256(f"{self.name}\n".encode() + self.labels.tobytes()).hexdigest()
+
+
+def hub_source(name: str) -> Source:
+    """A dataset with an image column, a class column and the splits train and test.
+
+    Of several class columns the finest counts: CIFAR-100 also has one of 20 superclasses.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as problem:
+        raise MissingData(
+            f"{PREFIX}{name}",
+            "datasets of the hub need the package 'datasets', which is not installed",
+            "Install it with: pip install 'coda-prompt[datasets]'.",
+        ) from problem
+    try:
+        parts = datasets.load_dataset(name)
+    except Exception as problem:  # the package raises many kinds, of its own and of the network
+        raise MissingData(
+            f"{PREFIX}{name}",
+            f"the dataset could not be loaded ({problem})",
+            "Check its name (owner/dataset) and the network, or fetch it first on a machine that "
+            "has one.",
+        ) from problem
+    features = parts["train"].features if {"train", "test"} <= set(parts) else {}
+    images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
+    classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if not (images and classes):
+        raise MissingData(
+            f"{PREFIX}{name}",
+            "it has not both splits train and test with an image and a class column",
+            "Name another dataset, or save its images to folders and point at them.",
+        )
+    label = max(classes, key=lambda key: features[key].num_classes)
+    train, test = (
+        HubSplit(f"{name}/{part}", parts[part], images[0], label) for part in ("train", "test")
+    )
+    return Source(name, tuple(features[label].names), train, test)

@@ -1,0 +1,859 @@
+"""The paper's datasets and benchmarks, on miniatures with the real structure and names."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import tarfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from small import tiny_vit
+from typer.testing import CliRunner, Result
+
+from coda_prompt.bench.config import load_benchmark
+from coda_prompt.bench.runner import load_source, runs_of, stream_of
+from coda_prompt.cli import app
+from coda_prompt.data import opcodes
+from coda_prompt.data.hub import hub_source
+from coda_prompt.data.opcodes import plain_values
+from coda_prompt.data.paper import PUBLISHED, published_source
+from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
+from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData, UnknownName
+from coda_prompt.methods import METHODS
+from coda_prompt.model.catalog import write_weights
+from coda_prompt.model.vit import ViTConfig
+from coda_prompt.pixels import Pixels
+
+PRESETS = (
+    "cifar-100-10",
+    "imagenet-r-5",
+    "imagenet-r-10",
+    "imagenet-r-20",
+    "domainnet-5",
+    "imagenet-r-dual-shift",
+)
+TYPES = (
+    *("art", "cartoon", "deviantart", "embroidery", "graffiti", "graphic", "misc", "origami"),
+    *("painting", "sculpture", "sketch", "sticker", "tattoo", "toy", "videogame"),
+)
+DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+WNIDS = [f"n{1440000 + 977 * number:08d}" for number in range(200)]
+LABELS = [(7 * number + 3) % 200 for number in range(200)]  # by wnid: not the sorted order
+
+
+# --- miniatures ---
+
+
+class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
+    """Writes what Python 2's cPickle wrote: byte strings, and numpy's names of then."""
+
+    def save_text(self, text: str | bytes) -> None:
+        content = text.encode("latin-1") if isinstance(text, str) else text
+        short = len(content) < 256
+        size = struct.pack("<B" if short else "<i", len(content))
+        self.write((pickle.SHORT_BINSTRING if short else pickle.BINSTRING) + size + content)
+        self.memoize(text)
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        module = obj.__module__.replace("numpy._core", "numpy.core")
+        self.write(pickle.GLOBAL + f"{module}\n{obj.__name__}\n".encode())
+        self.memoize(obj)
+
+    dispatch = {**pickle._Pickler.dispatch, str: save_text, bytes: save_text}  # type: ignore[attr-defined] # noqa: RUF012
+
+
+def python2_pickle(values: Any) -> bytes:
+    file = io.BytesIO()
+    Python2Pickler(file, protocol=2).dump(values)
+    return file.getvalue()
+
+
+def cifar_part(each: int, seed: int) -> dict[str, Any]:
+    labels = [number % 100 for number in range(100 * each)]
+    rows = np.random.default_rng(seed).integers(0, 256, (len(labels), 3072), np.uint8)
+    return {
+        "filenames": [f"image_s_{number:06d}.png" for number in range(len(labels))],
+        "batch_label": "training batch 1 of 1",
+        "fine_labels": labels,
+        "coarse_labels": [label // 5 for label in labels],
+        "data": rows,
+    }
+
+
+def cifar_meta() -> dict[str, Any]:
+    return {
+        "fine_label_names": [f"thing_{number:02d}" for number in range(100)],
+        "coarse_label_names": [f"kind_{number:02d}" for number in range(20)],
+    }
+
+
+def write_cifar(root: Path, write: Callable[[Any], bytes] = python2_pickle, **parts: Any) -> Path:
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    contents = {"train": cifar_part(3, 0), "test": cifar_part(1, 1), "meta": cifar_meta(), **parts}
+    for name, values in contents.items():
+        (folder / name).write_bytes(write(values))
+    return folder
+
+
+def pack(folder: Path) -> Path:
+    archive = folder.with_name(f"{folder.name}.tar.gz")
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        tar.add(folder, folder.name)
+    return archive
+
+
+def write_image(path: Path, number: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (9, 8), (number % 256, 37 * number % 256, 90)).save(path)
+
+
+def imagenet_r_files() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """(path, label) of 3 training images and 1 test image a class, of types all over the 15."""
+    train, test = [], []
+    for number, (wnid, label) in enumerate(zip(WNIDS, LABELS, strict=True)):
+        for place in range(4):
+            kind = TYPES[(number + 4 * place) % 15]
+            (test if place == 3 else train).append((f"{wnid}/{kind}_{place}.jpg", label))
+    order = np.random.default_rng(0).permutation(len(train))
+    return [train[place] for place in order], test
+
+
+def write_list(path: Path, images: list[tuple[str, int]]) -> None:
+    fields = {
+        "data": [f"data/imagenet-r/{file}" for file, _ in images],
+        "targets": [label for _, label in images],
+    }
+    path.write_text(yaml.safe_dump(fields))
+
+
+def write_imagenet_r(root: Path, lists: bool = True) -> None:
+    train, test = imagenet_r_files()
+    for number, (file, _) in enumerate([*train, *test]):
+        write_image(root / "imagenet-r" / file, number)
+    (root / "imagenet-r" / "README.txt").write_text("200 classes")
+    if lists:
+        write_list(root / "imagenet-r_train.yaml", train)
+        write_list(root / "imagenet-r_test.yaml", test)
+
+
+def write_domainnet(root: Path, classes: int = 345) -> None:
+    folder = root / "domainnet"
+    folder.mkdir(parents=True)
+    lines: dict[str, list[str]] = {
+        f"{domain}_{part}": [] for domain in DOMAINS for part in ("train", "test")
+    }
+    for label in range(classes):
+        for place in range(3):
+            domain = DOMAINS[(label + place) % 6]
+            file = f"{domain}/thing {label:03d}/{domain}_{label:03d}_{place:06d}.jpg"
+            write_image(folder / file, label)
+            lines[f"{domain}_{'test' if place == 2 else 'train'}"].append(f"{file} {label}\n")
+    for name, listed in lines.items():
+        (folder / f"{name}.txt").write_text("".join(listed))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with all three datasets and a tiny ViT."""
+    root = tmp_path_factory.mktemp("data")
+    write_cifar(root)
+    write_imagenet_r(root)
+    write_domainnet(root)
+    vit = tiny_vit(config=ViTConfig(16, 8, width=16, depth=6, heads=2, mlp_width=32))
+    write_weights(root / "tiny.safetensors", vit, Pixels(size=16))
+    return root
+
+
+def coda(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(app, arguments)
+
+
+def paths(split: Split) -> list[str]:
+    assert isinstance(split, FileSplit)
+    return ["/".join(Path(path).parts[-2:]) for path in split.paths]
+
+
+def pixels(split: Split) -> np.ndarray:
+    assert isinstance(split, ArraySplit)
+    return split.images
+
+
+# --- the benchmarks ---
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_benchmark_runs_from_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
+    chosen = "all" if name == "cifar-100-10" else "dualprompt,coda-p,ncm"
+    run = coda(
+        "bench", name, "--methods", chosen, "--trials", "1", "--json", "--data", str(data),
+        "--out", str(tmp_path), "--set", f"backbone={data / 'tiny.safetensors'}",
+        "--set", "training.epochs=1", "--set", "methods.ranpac.options.width=64",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.exception
+    rows = {row["method"]: row for row in json.loads(run.stdout)["rows"]}
+    assert set(rows) == (set(METHODS) if chosen == "all" else set(chosen.split(",")))
+    tasks = load_benchmark(name).stream.tasks
+    for method in rows:
+        result = json.loads((tmp_path / name / method / "trial-0" / "result.json").read_text())
+        assert len(result["matrix"]) == tasks
+        assert all(value is not None for value in result["matrix"][-1])
+        assert len(result["class_names"]) == load_benchmark(name).classes
+        assert len(set(result["tasks"])) == 1, "all tasks have as many classes"
+        assert bool(result["untrained"]) == (name == "imagenet-r-dual-shift")
+
+
+def test_the_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> None:
+    benchmark = load_benchmark("imagenet-r-dual-shift", [f"data={data}"])
+    source = load_source(benchmark)
+    assert source.domain_names == TYPES
+    removed = {}
+    for seed in (0, 1):
+        stream = stream_of(benchmark, source, seed)
+        whole = stream_of(load_benchmark("imagenet-r-5"), source, seed)
+        for task, before in zip(stream.tasks, whole.tasks, strict=True):
+            assert task.train.domains is not None
+            assert before.train.domains is not None
+            assert set(before.train.domains) == set(range(15))
+            gone = set(range(15)) - set(task.train.domains.tolist())
+            assert len(gone) == 8
+            assert gone == set(task.removed_domains)
+            kept = [domain not in gone for domain in before.train.domains]
+            assert task.train.indices.tolist() == before.train.indices[kept].tolist()
+            assert task.test.indices.tolist() == before.test.indices.tolist()
+        removed[seed] = [task.removed_domains for task in stream.tasks]
+        assert len(set(removed[seed])) > 1, "other types in each task"
+        again = stream_of(benchmark, source, seed)
+        assert [task.removed_domains for task in again.tasks] == removed[seed]
+    assert removed[0] != removed[1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_dry_run_needs_no_data(name: str, tmp_path: Path) -> None:
+    run = coda("bench", name, "--dry-run", "--data", str(tmp_path / "nowhere"))
+    runs = json.loads(run.stdout)["runs"]
+    assert {each["method"] for each in runs} == set(METHODS)
+    trials = 3 if name == "domainnet-5" else 5
+    assert len(runs) == trials * len(METHODS)
+    assert {each["training"]["seed"] for each in runs} == set(range(trials))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks", "classes", "epochs", "resize", "small"),
+    [
+        ("cifar-100-10", 10, 100, 20, "squash", 20),
+        ("imagenet-r-5", 5, 200, 50, "crop", 20),
+        ("imagenet-r-10", 10, 200, 50, "crop", 20),
+        ("imagenet-r-20", 20, 200, 50, "crop", 20),
+        ("domainnet-5", 5, 345, 20, "crop", 10),
+        ("imagenet-r-dual-shift", 5, 200, 50, "crop", 20),
+    ],
+)
+def test_a_benchmark_has_the_numbers_of_the_paper(
+    name: str, tasks: int, classes: int, epochs: int, resize: str, small: int
+) -> None:
+    benchmark = load_benchmark(name)
+    assert (benchmark.stream.tasks, benchmark.classes) == (tasks, classes)
+    assert benchmark.stream.remove_domains == (8 if name.endswith("shift") else 0)
+    assert (benchmark.backbone, benchmark.preprocess) == ("vit-b16-in1k", "paper")
+    assert benchmark.resize == resize
+    augmentation = benchmark.augmentation
+    assert augmentation is not None
+    assert augmentation.scale == (0.08, 1.0)
+    assert augmentation.ratio == (3 / 4, 4 / 3)
+    assert augmentation.flip == 0.5
+    for method in METHODS:
+        training = benchmark.method_training(method, 0)
+        assert (training.epochs, training.batch_size) == (epochs, 128)
+        assert (training.schedule, training.queries) == ("cosine", "exact")
+        rate = training.learning_rate or METHODS[method].type.learning_rate
+        whole = method in ("upper-bound", "er-5000", "ft", "ft++", "lwf-mc")
+        assert rate == (1e-4 if whole else 1e-3)
+    options: Any = {method: benchmark.method_config(method) for method in METHODS}
+    assert (options["coda-p"].components, options["coda-p"].length) == (100, 8)
+    assert (options["coda-p-s"].components, options["coda-p-s"].length) == (small, 4)
+    assert options["coda-p"].tasks == tasks
+    assert (options["l2p++"].pool, options["deep-l2p++"].pool) == (30, 100)
+    assert options["er-5000"].buffer == 5000
+    assert options["coda-p"].preset == options["coda-p-s"].preset == "paper"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("protocol", ["release-2022", "release-2023"])
+def test_a_release_protocol_does_what_the_released_scripts_do(name: str, protocol: str) -> None:
+    benchmark = load_benchmark(name, [f"protocol={protocol}"])
+    paper = load_benchmark(name)
+    for method in METHODS:
+        training, before = (each.method_training(method, 0) for each in (benchmark, paper))
+        assert training.schedule == "lagging-cosine"
+        whole = method in ("upper-bound", "er-5000", "ft", "ft++", "lwf-mc")
+        assert training.learning_rate == (5e-5 if whole and name == "cifar-100-10" else None)
+        assert training.epochs == (5 if name == "domainnet-5" else before.epochs)
+    assert benchmark.method_config("coda-p").preset == protocol  # type: ignore[attr-defined]
+    small: Any = benchmark.method_config("coda-p-s")
+    assert small.components == (10 if name == "domainnet-5" else 20)
+
+
+def test_the_command_line_goes_before_a_protocol() -> None:
+    benchmark = load_benchmark(
+        "domainnet-5",
+        [
+            "protocol=release-2022",
+            "training.epochs=2",
+            "training.schedule=cosine",
+            "methods.coda-p.options.preset=paper",
+        ],
+    )
+    training = benchmark.method_training("coda-p", 0)
+    assert (training.epochs, training.schedule) == (2, "cosine")
+    assert benchmark.method_config("coda-p").preset == "paper"  # type: ignore[attr-defined]
+    assert benchmark.method_config("coda-p-s").preset == "release-2022"  # type: ignore[attr-defined]
+
+
+def test_without_a_protocol_the_defaults_of_the_library_stand() -> None:
+    benchmark = load_benchmark("pocket")
+    assert benchmark.method_training("coda-p", 0).schedule == "cosine"
+    assert benchmark.method_config("coda-p").preset == "release-2023"  # type: ignore[attr-defined]
+
+
+def test_a_wrong_protocol_or_release_section_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"protocol.*'paper', 'release-2022' or 'release-2023'"):
+        load_benchmark("cifar-100-10", ["protocol=release"])
+    (tmp_path / "a.yaml").write_text("like: cifar-100-10\nrelease: 3\n")
+    with pytest.raises(BadOption, match="release"):
+        load_benchmark(str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("like: cifar-100-10\nrelease: {trails: 3}\n")
+    with pytest.raises(UnknownName, match="Did you mean 'trials'"):
+        load_benchmark(str(tmp_path / "a.yaml"), ["protocol=release-2023"])
+
+
+def test_a_run_is_the_same_wherever_the_data_are(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (
+        "bench", "cifar-100-10", "--methods", "ncm", "--trials", "1", "--json",
+        "--out", str(tmp_path / "runs"), "--set", f"backbone={data / 'tiny.safetensors'}",
+    )  # fmt: skip
+    assert coda(*arguments, CODA_DATA=str(data)).exit_code == 0
+    result = tmp_path / "runs" / "cifar-100-10" / "ncm" / "trial-0" / "result.json"
+    before = json.loads(result.read_text())
+    result.unlink()
+    monkeypatch.chdir(tmp_path)
+    write_cifar(Path("123"))  # a name that YAML takes for a number
+    assert coda(*arguments, "--data", "123").exit_code == 0
+    assert json.loads(result.read_text())["matrix"] == before["matrix"]
+    (run,) = runs_of(load_benchmark("cifar-100-10", ["trials=1"]), ["ncm"], tmp_path)
+    assert not {"data", "lists", "classes", "protocol"} & run.config.keys()
+
+
+def test_a_wrong_number_of_classes_is_refused(data: Path) -> None:
+    benchmark = load_benchmark("cifar-100-10", [f"data={data}", "classes=99"])
+    with pytest.raises(MissingData, match=r"has 100 classes, but cifar-100-10 is made for 99\..*"):
+        load_source(benchmark)
+    part = load_benchmark("imagenet-r-10", [f"data={data}", "source=cifar-100"])
+    with pytest.raises(MissingData, match="set classes=100"):
+        load_source(part)
+
+
+def test_an_unknown_source_suggests_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="Did you mean 'cifar-100'"):
+        load_source(load_benchmark("cifar-100-10", ["source=cifar100"]))
+
+
+# --- CIFAR-100 ---
+
+
+def check_cifar(source: Source) -> None:
+    assert source.class_names == tuple(cifar_meta()["fine_label_names"])
+    for split, part in ((source.train, cifar_part(3, 0)), (source.test, cifar_part(1, 1))):
+        assert split.labels.tolist() == part["fine_labels"]
+        assert pixels(split).shape == (len(part["data"]), 32, 32, 3)
+        red, green = part["data"][7, 33], part["data"][7, 1024 + 33]
+        assert tuple(pixels(split)[7, 1, 1, :2]) == (red, green)
+        assert np.array_equal(pixels(split)[:, :, :, 2].reshape(-1, 1024), part["data"][:, 2048:])
+
+
+def test_cifar_is_read_extracted_or_packed_and_from_its_own_folder(tmp_path: Path) -> None:
+    folder = write_cifar(tmp_path / "a")
+    assert b"numpy.core.multiarray" in (folder / "train").read_bytes()
+    check_cifar(published_source("cifar-100", tmp_path / "a", None))
+    check_cifar(published_source("cifar-100", folder))
+    archive = pack(folder)
+    (tmp_path / "b").mkdir()
+    archive.rename(tmp_path / "b" / archive.name)
+    check_cifar(published_source("cifar-100", tmp_path / "b"))
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [archive.name]
+
+
+def test_cifar_written_again_by_python_3_is_the_same(tmp_path: Path) -> None:
+    write_cifar(tmp_path, lambda values: pickle.dumps(values, protocol=2))
+    check_cifar(published_source("cifar-100", tmp_path))
+
+
+def test_cifar_is_read_as_image_folders(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in ("apple", "zebra"):
+            write_image(tmp_path / "cifar-100" / part / name / "1.png", 1)
+    source = published_source("cifar-100", tmp_path)
+    assert (source.name, source.class_names) == ("cifar-100", ("apple", "zebra"))
+
+
+class Command:
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    commands = [
+        Command(os.system, f"touch {trap}"),
+        Command(eval, f"open({str(trap)!r}, 'w')"),
+        Command(np.load, "train", None, True),
+        Command(open, str(trap), "w"),
+    ]
+    for command in commands:
+        for values in (command, {"data": command}, {"fine_label_names": [command]}):
+            content = pickle.dumps(values, protocol)
+            with pytest.raises(CorruptFile, match="not as it was published"):
+                plain_values(content, "train")
+    write_cifar(tmp_path, lambda values: pickle.dumps({**values, "x": commands[0]}, protocol))
+    with pytest.raises(CorruptFile, match="Fetch the file again"):
+        published_source("cifar-100", tmp_path)
+    assert not trap.exists()
+
+
+def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u1") -> bytes:
+    """A dict with one array, in opcodes."""
+    return (
+        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+        b"K\x00\x85U\x01b\x87R(K\x01" + shape + b"cnumpy\ndtype\n" + dtype + b"K\x00K\x01\x87R"
+        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89" + content + b"tbu."
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "exhausted"),
+        (b"not opcodes", "opcode"),
+        (b"\x80\x02}", "exhausted"),
+        (b"\x80\x02K\x01.", "holds no dict"),
+        (b"\x80\x02.", "pop from empty"),
+        (b"\x80\x02(.", "mark"),
+        (b"\x80\x02e.", "pop from empty"),
+        (b"\x80\x02K\x01(K\x01e.", "no list"),
+        (b"\x80\x02}K\x01K\x01s.", "key that is no text"),
+        (b"\x80\x02}(U\x01au.", "zip"),
+        (b"\x80\x02h\x05.", "5"),
+        (b"\x80\x02T\xff\xff\xff\x7fabc.", "expected 2147483647 bytes"),
+        (b"\x80\x02cnumpy\nload\n.", "numpy load"),
+        (b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R.", "other than an array of uint8"),
+        (b"\x80\x02c_codecs\nencode\nU\x01aU\x03hex\x86R.", "other than an array"),
+        (b"\x80\x02cnumpy\ndtype\n)\x81.", "NEWOBJ is not allowed"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "SHORT_BINUNICODE is not allowed"),
+        (array_with(b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86"), "2147483647"),
+        (array_with(b"K\x02\x85"), "shape .2,. with 1 values"),
+        (array_with(b"J\xff\xff\xff\xff\x85"), "shape .-1,."),
+        (array_with(b"K\x01\x85", dtype=b"U\x02O8"), "other than an array of uint8"),
+        (array_with(b"K\x01\x85", content=b"]"), "not one of uint8"),
+    ],
+)
+def test_a_damaged_file_is_refused(content: bytes, problem: str) -> None:
+    with pytest.raises(CorruptFile, match=f"train: .*{problem}.*Fetch the file again"):
+        plain_values(content, "train")
+
+
+def test_an_array_in_opcodes_is_read() -> None:
+    assert plain_values(array_with(b"K\x01\x85"), "train")["data"].tolist() == [97]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_a_truncated_file_is_refused(share: float) -> None:
+    content = python2_pickle(cifar_part(1, 0))
+    with pytest.raises(CorruptFile, match="train"):
+        plain_values(content[: int(share * len(content))], "train")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3), st.binary(max_size=4)), max_size=6)
+)
+def test_whatever_the_damage_there_is_a_dict_or_a_clear_error(
+    damages: list[tuple[int, int, bytes]],
+) -> None:
+    content = python2_pickle({"fine_labels": [1, 2], "data": np.zeros((2, 3), np.uint8)})
+    for place, lost, instead in damages:
+        content = content[:place] + instead + content[place + lost :]
+    try:
+        values = plain_values(content, "train")
+    except CorruptFile:
+        return
+    assert isinstance(values, dict)
+
+
+def test_a_small_file_cannot_become_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"T" + struct.pack("<i", 50_000) + b"x" * 50_000 + b"q\x00"
+    again = b"c_codecs\nencode\nh\x00U\x06latin1\x86R"
+    with pytest.raises(CorruptFile, match="more values than bytes"):
+        plain_values(b"\x80\x02(" + text + 3 * again + b"t.", "train")
+    monkeypatch.setattr(opcodes, "MOST_OPCODES", 1000)
+    with pytest.raises(CorruptFile, match="more than 1,000 values"):
+        plain_values(b"\x80\x02(" + 1000 * b"]" + b"t.", "train")
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "problem"),
+    [
+        ("train", "fine_labels", [0, 1], "no list 'fine_labels' for its 100 images"),
+        ("train", "fine_labels", [100] * 100, "label 100 is none of 0 to 99"),
+        ("test", "fine_labels", [-1] * 100, "label -1 is none of 0 to 99"),
+        ("test", "fine_labels", ["0"] * 100, "label '0' is none"),
+        ("test", "data", None, "no array 'data' with 3072 values"),
+        ("test", "data", np.zeros((100, 3071), np.uint8), "no array 'data' with 3072 values"),
+        ("meta", "fine_label_names", [1, 2], "no list 'fine_label_names'"),
+    ],
+)
+def test_cifar_files_that_do_not_fit_together_are_refused(
+    part: str, field: str, value: Any, problem: str, tmp_path: Path
+) -> None:
+    values = cifar_meta() if part == "meta" else cifar_part(1, 0)
+    write_cifar(tmp_path, **{part: {**values, field: value}})
+    with pytest.raises(CorruptFile, match=f"{part}: .*{problem}"):
+        published_source("cifar-100", tmp_path)
+
+
+def test_a_half_extracted_cifar_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_cifar(tmp_path)
+    archive = pack(folder)
+    (folder / "test").unlink()
+    with pytest.raises(MissingData, match=r"test: .*in part only\. Extract .*tar\.gz again"):
+        published_source("cifar-100", tmp_path)
+    monkeypatch.setattr("coda_prompt.data.cifar.MOST_BYTES", 1000)
+    with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
+        published_source("cifar-100", tmp_path)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
+        published_source("cifar-100", tmp_path)
+    monkeypatch.undo()
+    content = archive.read_bytes()
+    for size in (0, 10, len(content) // 2, len(content) - 1000):
+        archive.write_bytes(content[:size])
+        with pytest.raises(CorruptFile, match=r"tar\.gz: it cannot be unpacked"):
+            published_source("cifar-100", tmp_path)
+
+
+def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    pack(tmp_path / "other").rename(tmp_path / "cifar-100-python.tar.gz")
+    with pytest.raises(CorruptFile, match="cifar-100-python/meta"):
+        published_source("cifar-100", tmp_path)
+    with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz") as tar:
+        link = tarfile.TarInfo("cifar-100-python/meta")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    with pytest.raises(CorruptFile, match="meta in it is not a file"):
+        published_source("cifar-100", tmp_path)
+
+
+# --- ImageNet-R ---
+
+
+def test_the_list_pair_is_taken_exactly(data: Path) -> None:
+    source = published_source("imagenet-r", data)
+    for split, images in zip((source.train, source.test), imagenet_r_files(), strict=True):
+        assert paths(split) == [file for file, _ in images]
+        assert split.labels.tolist() == [label for _, label in images]
+        assert split.domains is not None
+        found = [source.domain_names[domain] for domain in split.domains]
+        assert found == [file.split("/")[1].rpartition("_")[0] for file, _ in images]
+        assert split.image(0).size == (9, 8)
+    assert source.class_names != tuple(sorted(WNIDS))
+    assert [source.class_names[label] for label in LABELS] == WNIDS
+    assert source.notes == ()
+    stream = stream_of(load_benchmark("imagenet-r-10"), source, seed=0)
+    assert stream.class_names[:2] == (WNIDS[LABELS.index(0)], WNIDS[LABELS.index(1)])
+
+
+def test_the_lists_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
+    write_imagenet_r(tmp_path / "data", lists=False)
+    plain = load_source(load_benchmark("imagenet-r-10", [f"data={tmp_path / 'data'}"]))
+    assert any("split and class order are not the paper's" in note for note in plain.notes)
+    pointed = [f"data={tmp_path / 'data'}", f"lists={data}"]
+    source = load_source(load_benchmark("imagenet-r-10", pointed))
+    assert source.fingerprint() == published_source("imagenet-r", data).fingerprint()
+    assert source.fingerprint() != plain.fingerprint()
+    assert published_source("imagenet-r", data / "imagenet-r").class_names == source.class_names
+    with pytest.raises(MissingData, match="Get both lists"):
+        published_source("imagenet-r", tmp_path / "data", tmp_path)
+    with pytest.raises(MissingData, match="Point at the lists of imagenet-r"):
+        published_source("imagenet-r", tmp_path / "data", tmp_path / "none")
+    with pytest.raises(BadOption, match="lists"):
+        published_source("cifar-100", data, tmp_path)
+
+
+def test_without_lists_the_split_is_seeded_and_the_notes_say_so(tmp_path: Path) -> None:
+    for wnid in WNIDS[:3]:
+        for number in range(10):
+            write_image(tmp_path / "imagenet-r" / wnid / f"{TYPES[number]}_{number}.jpg", number)
+    source = published_source("imagenet-r", tmp_path)
+    assert (source.name, source.class_names) == ("imagenet-r", tuple(WNIDS[:3]))
+    assert np.bincount(source.train.labels).tolist() == [8] * 3
+    assert np.bincount(source.test.labels).tolist() == [2] * 3
+    assert source.domain_names == TYPES[:10]
+    assert paths(source.train) == paths(published_source("imagenet-r", tmp_path).train)
+    assert "split and class order are not the paper's" in source.notes[-1]
+
+
+def test_train_and_test_folders_are_the_split(tmp_path: Path) -> None:
+    for part, kinds in (("train", ("art", "toy")), ("test", ("video_game",))):
+        for wnid in WNIDS[:2]:
+            for kind in kinds:
+                write_image(tmp_path / "imagenet-r" / part / wnid / f"{kind}_1.jpg", 1)
+    source = published_source("imagenet-r", tmp_path)
+    assert (len(source.train), len(source.test)) == (4, 2)
+    assert source.domain_names == ("art", "toy", "video_game")
+    assert source.notes[-1].startswith("class order is not the paper's")
+
+
+def test_an_image_without_a_type_is_named(tmp_path: Path) -> None:
+    write_image(tmp_path / "imagenet-r" / WNIDS[0] / "art12.jpg", 1)
+    with pytest.raises(MissingData, match=r"art12\.jpg: .*called like art_12\.jpg"):
+        published_source("imagenet-r", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("images", "problem"),
+    [
+        ([("a/art_1.jpg", 0), ("b/art_1.jpg", 2)], "label 2 of 'b/art_1.jpg' is out of range"),
+        ([("a/art_1.jpg", -1), ("b/art_1.jpg", 0)], "label -1 of 'a/art_1.jpg' is out of range"),
+        ([("a/art_1.jpg", 0), ("b/art_1.jpg", 0)], "elsewhere 'b' is 0 and 0 is 'a'"),
+        ([("a/art_1.jpg", 0), ("a/art_2.jpg", 1)], "elsewhere 'a' is 0 and 1 is 'a'"),
+        ([("a/art_1.jpg", "0")], "not a path and a number"),
+        ([("a/art_1.jpg", True)], "not a path and a number"),
+        ([("../art_1.jpg", 0)], "is not a path like folder/file.jpg"),
+        ([("a/art_1.jpg", 0), ("a/art_1.jpg", 0)], "in imagenet-r_train.yaml already"),
+        ([("a/toy_1.jpg", 0), ("b/art_1.jpg", 1)], "in imagenet-r_train.yaml already"),
+    ],
+)
+def test_a_wrong_list_is_refused(images: list[Any], problem: str, tmp_path: Path) -> None:
+    for file in ("a/art_1.jpg", "a/art_2.jpg", "a/toy_1.jpg", "b/art_1.jpg"):
+        write_image(tmp_path / "imagenet-r" / file, 1)
+    write_list(tmp_path / "imagenet-r_train.yaml", images)
+    write_list(tmp_path / "imagenet-r_test.yaml", [("a/toy_1.jpg", 0)])
+    with pytest.raises(CorruptFile, match=problem):
+        published_source("imagenet-r", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["data: [a", "3", "data: [a/art_1.jpg]\ntargets: []", "\0", "a: 2020-99-99", "[" * 5000]
+)
+def test_a_list_that_is_no_list_is_refused(text: str, tmp_path: Path) -> None:
+    write_image(tmp_path / "imagenet-r" / "a" / "art_1.jpg", 1)
+    (tmp_path / "imagenet-r_train.yaml").write_text(text)
+    with pytest.raises(
+        MissingData, match=r"imagenet-r_test\.yaml: it is not there, but .*Get both"
+    ):
+        published_source("imagenet-r", tmp_path)
+    write_list(tmp_path / "imagenet-r_test.yaml", [("a/art_1.jpg", 0)])
+    with pytest.raises(CorruptFile, match=r"imagenet-r_train\.yaml"):
+        published_source("imagenet-r", tmp_path)
+
+
+def test_a_list_with_a_missing_file_is_refused(tmp_path: Path) -> None:
+    write_image(tmp_path / "imagenet-r" / "a" / "art_1.jpg", 1)
+    absent = [("a/art_2.jpg", 0), ("b/art_1.jpg", 1)]
+    write_list(tmp_path / "imagenet-r_train.yaml", [("a/art_1.jpg", 0), *absent])
+    write_list(tmp_path / "imagenet-r_test.yaml", [])
+    with pytest.raises(
+        MissingData, match=r"a/art_2\.jpg: .*_train\.yaml lists this .*2 of 3 .*Extract"
+    ):
+        published_source("imagenet-r", tmp_path)
+
+
+# --- DomainNet ---
+
+
+def test_domainnet_is_read_by_its_published_lists(data: Path) -> None:
+    source = published_source("domainnet", data)
+    assert source.domain_names == DOMAINS
+    assert source.class_names == tuple(f"thing {label:03d}" for label in range(345))
+    assert (len(source.train), len(source.test)) == (690, 345)
+    for split in (source.train, source.test):
+        assert split.domains is not None
+        for file, label, domain in zip(paths(split), split.labels, split.domains, strict=True):
+            name = DOMAINS[domain]
+            assert file.startswith(f"thing {label:03d}/{name}_{label:03d}_")
+    assert np.all(np.diff(source.train.domains) >= 0), "domain after domain, as listed"
+
+
+def test_the_lists_of_domainnet_may_lie_elsewhere(tmp_path: Path) -> None:
+    write_domainnet(tmp_path, classes=12)
+    whole = published_source("domainnet", tmp_path)
+    (tmp_path / "lists").mkdir()
+    for path in (tmp_path / "domainnet").glob("*.txt"):
+        path.rename(tmp_path / "lists" / path.name)
+    again = published_source("domainnet", tmp_path, tmp_path / "lists")
+    assert again.fingerprint() == whole.fingerprint()
+
+
+def test_domainnet_may_lose_domains_in_each_task(data: Path) -> None:
+    benchmark = load_benchmark("domainnet-5", ["stream.remove_domains=3"])
+    stream = stream_of(benchmark, published_source("domainnet", data), seed=1)
+    for task in stream.tasks:
+        assert task.train.domains is not None
+        assert len(set(task.train.domains.tolist())) == 3
+        assert task.test.domains is not None
+        assert len(set(task.test.domains.tolist())) == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "problem"),
+    [
+        ("real/thing 000/none.jpg 0", MissingData, r"real_test\.txt lists this file"),
+        ("real/thing 000/real_000_000004.jpg 99", CorruptFile, "label 99 of .* out of range"),
+        ("real/thing 000/real_000_000004.jpg -1", CorruptFile, "label -1 of .* out of range"),
+        ("real/thing 000/real_000_000004.jpg", CorruptFile, "is not a line like real/class/"),
+        (f"real/a/b.jpg {'9' * 5000}", CorruptFile, "is not a line like real/class/file.jpg 0"),
+        ("sketch/thing 000/b.jpg 0", CorruptFile, "is not a line like real/class/file.jpg 0"),
+        ("real/../thing/a.jpg 0", CorruptFile, "is not a path like folder/folder/file.jpg"),
+        ("real/b.jpg 0", CorruptFile, "is not a path like folder/folder/file.jpg"),
+    ],
+)
+def test_a_wrong_line_is_refused(line: str, error: Any, problem: str, tmp_path: Path) -> None:
+    write_domainnet(tmp_path, classes=12)
+    with (tmp_path / "domainnet" / "real_test.txt").open("a") as file:
+        file.write(f"{line}\n\n")
+    with pytest.raises(error, match=problem):
+        published_source("domainnet", tmp_path)
+
+
+def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
+    write_domainnet(tmp_path, classes=12)
+    folder = tmp_path / "domainnet"
+    assert len(published_source("domainnet", tmp_path).class_names) == 12
+    with pytest.raises(MissingData, match="domainnet-5 is made for 345"):
+        load_source(load_benchmark("domainnet-5", [f"data={tmp_path}"]))
+    (folder / "sketch_test.txt").rename(folder / "kept.txt")
+    with pytest.raises(MissingData, match=r"sketch_test\.txt: the list is not there\. Get the"):
+        published_source("domainnet", tmp_path)
+    (folder / "sketch_test.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(CorruptFile, match="is not text"):
+        published_source("domainnet", tmp_path)
+    (folder / "kept.txt").rename(folder / "sketch_test.txt")
+    (folder / "sketch").rename(folder / "sketch.part")
+    with pytest.raises(MissingData, match=r"no folder sketch\. Extract all six archives"):
+        published_source("domainnet", tmp_path)
+
+
+# --- not there ---
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("cifar-100", ("cifar-100-python.tar.gz", "161 MB", "University of Toronto")),
+        ("imagenet-r", ("imagenet-r.tar", "2 GB", "Hendrycks", "imagenet-r_train.yaml")),
+        ("domainnet", ("six archives", "17.5 GB", "Boston University")),
+    ],
+)
+def test_a_missing_dataset_says_what_to_get_and_where_to_put_it(
+    name: str, told: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert set(PUBLISHED) == {"cifar-100", "imagenet-r", "domainnet"}
+    for root in (None, tmp_path, tmp_path / "none"):
+        with pytest.raises(MissingData) as error:
+            published_source(name, root)
+        message = str(error.value)
+        assert all(part in message for part in told)
+        assert "point --data (or CODA_DATA) at that folder" in message
+        assert (name if root is None else str(root)) in message
+
+
+def test_missing_data_are_told_before_a_backbone_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coda_prompt.bench.runner.load_backbone", None)
+    run = coda("bench", "imagenet-r-10", "--data", str(tmp_path), "--out", str(tmp_path / "runs"))
+    assert isinstance(run.exception, MissingData)
+    assert run.stdout == ""
+
+
+# --- the hub ---
+
+
+def fake_datasets(**splits: Any) -> types.ModuleType:
+    module = types.ModuleType("datasets")
+
+    class Picture:
+        pass
+
+    class ClassLabel:
+        def __init__(self, *names: str) -> None:
+            self.names, self.num_classes = names, len(names)
+
+    class Rows(list[dict[str, Any]]):
+        features = {  # noqa: RUF012
+            "coarse": ClassLabel("x"),
+            "fine": ClassLabel("a", "b"),
+            "img": Picture(),
+        }
+
+        def __getitem__(self, key: Any) -> Any:
+            column = isinstance(key, str)
+            return [row[key] for row in self] if column else super().__getitem__(key)
+
+    def load_dataset(name: str) -> dict[str, Rows]:
+        if name != "owner/name":
+            raise FileNotFoundError(name)
+        return {part: Rows(rows) for part, rows in splits.items()}
+
+    module.__dict__.update(Image=Picture, ClassLabel=ClassLabel, load_dataset=load_dataset)
+    return module
+
+
+def test_a_hub_dataset_is_read_by_its_finest_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def load(self) -> None:
+            raise OSError("truncated")
+
+    rows = [{"img": Image.new("L", (2, 2), n), "fine": n, "coarse": 0} for n in (1, 0)]
+    parts: dict[str, Any] = {"train": rows, "test": [{**rows[0], "img": Broken()}]}
+    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(**parts))
+    source = load_source(load_benchmark("pocket", ["source=hub:owner/name", "classes=2"]))
+    assert source.class_names == ("a", "b")
+    assert source.train.labels.tolist() == [1, 0]
+    assert source.train.image(0).getpixel((0, 0)) == 1
+    assert len(source.fingerprint()) == 64
+    with pytest.raises(BadImage, match=r"owner/name/test\[0\]: cannot be decoded \(truncated\)"):
+        source.test.image(0)
+    with pytest.raises(MissingData, match=r"hub:owner/other: .*Check its name"):
+        hub_source("owner/other")
+    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(train=rows))
+    with pytest.raises(MissingData, match="not both splits train and test"):
+        hub_source("owner/name")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingData, match=r"pip install 'coda-prompt\[datasets\]'"):
+        hub_source("owner/name")
