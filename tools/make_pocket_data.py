@@ -32,7 +32,6 @@ CACHE = Path(__file__).resolve().parents[1] / ".cache" / "quickdraw"
 CLASSES = 345
 BENCHMARK_CLASSES = 100
 DRAWINGS = 100
-TRAIN_DRAWINGS = 80
 SIZE = 28
 SEED = 0
 
