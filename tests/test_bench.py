@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +270,33 @@ def test_a_mistake_in_a_parallel_run_ends_in_one_message(tiny: Path, tmp_path: P
     assert finished.returncode == 2
     assert "0.png" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_do_not_outlive_a_killed_bench(tiny: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-c", "from coda_prompt.cli import main; main()", "bench", str(tiny),
+        "--jobs", "2", "--methods", "coda-p,upper-bound", "--set", "training.epochs=5000",
+        "--out", str(tmp_path),
+    ]  # fmt: skip
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(list(tmp_path.rglob("events.jsonl"))) == 2)
+        workers = children_of(parent.pid)
+        assert len(workers) >= 2
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+def children_of(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(child) for child in found.split()]
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.1)

