@@ -99,7 +99,8 @@ def test_every_number_can_be_traced_to_a_run_folder(done: tuple[Path, dict[str, 
         accuracies.append(100 * np.mean(result["matrix"][-1]))
         assert result["seconds"] > 0
         assert result["peak_memory_bytes"] > 1e7
-        events = [json.loads(line) for line in (folder / "events.jsonl").open()]
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line, parse_constant=pytest.fail) for line in lines]
         assert [event["kind"] for event in events] == ["task", "epoch", "evaluation"] * 3
     row = printed["rows"][0]
     assert row["A_N"]["mean"] == pytest.approx(np.mean(accuracies))

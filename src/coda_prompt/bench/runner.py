@@ -150,7 +150,7 @@ def execute(run: Run, backbone: LoadedBackbone, source: Source, on_event: OnEven
 
         def tell(event: Event) -> None:
             if event.kind != "step":
-                log.write(json.dumps(dataclasses.asdict(event)) + "\n")
+                log.write(json.dumps(_told(event)) + "\n")
                 log.flush()
             on_event(run, event)
 
@@ -210,6 +210,15 @@ def _measured(result: Result) -> dict[str, Any]:
         "own_classes": _without_nan(result.own_classes),
         "test_images": result.test_images,
         "losses": result.losses,
+    }
+
+
+def _told(event: Event) -> dict[str, Any]:
+    """What the event says, without the fields that do not apply to it."""
+    return {
+        name: value
+        for name, value in dataclasses.asdict(event).items()
+        if not (isinstance(value, float) and np.isnan(value))
     }
 
 
