@@ -27,8 +27,9 @@ from coda_prompt.errors import (
     WrongRows,
 )
 from coda_prompt.methods import Loss, Method
-from coda_prompt.methods.base import cosines, make_config
+from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights
+from coda_prompt.methods.options import make_config
 from coda_prompt.pixels import Pixels
 from coda_prompt.training.engine import Engine, Event, Training
 from coda_prompt.training.loading import Views

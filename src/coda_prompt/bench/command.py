@@ -52,7 +52,9 @@ def bench(
         plots.matrices(finished, folder / "matrices.png"),
     ]
     heads, cells = report.table_cells(table)
-    shown = Table(*heads, title=f"{benchmark.name}: {benchmark.description}")
+    shown = Table(title=f"{benchmark.name}: {benchmark.description}")
+    for head in heads:
+        shown.add_column(head, no_wrap=head == "method")
     for line in cells:
         shown.add_row(*line)
     Console().print(shown)

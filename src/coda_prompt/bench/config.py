@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
-from coda_prompt.methods.base import MethodConfig, make_config
+from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.coda import CodaConfig
+from coda_prompt.methods.options import make_config
 from coda_prompt.training.engine import Training
 
 Protocol = Literal["paper", "release-2022", "release-2023"]

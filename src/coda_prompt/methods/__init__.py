@@ -15,21 +15,14 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import BadMethod, UnknownName
-from coda_prompt.methods.base import (
-    Loss,
-    Method,
-    PromptMethod,
-    TaskBrief,
-    TrainedMethod,
-    make_config,
-    option_meanings,
-)
+from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief, TrainedMethod
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
 from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.lwf import LearningWithoutForgetting
+from coda_prompt.methods.options import make_config, option_meanings
 from coda_prompt.methods.replay import ExperienceReplay
 from coda_prompt.model.vit import ViT
 

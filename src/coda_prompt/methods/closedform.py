@@ -14,14 +14,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import (
-    STRICT,
-    Method,
-    MethodConfig,
-    ParameterCount,
-    TaskBrief,
-    cosines,
-)
+from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
+from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator, keyed_seed
 

@@ -22,16 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.base import (
-    STRICT,
-    MethodConfig,
-    PromptMethod,
-    TaskBrief,
-    check_blocks,
-    check_length,
-    cosines,
-    split_prompts,
-)
+from coda_prompt.methods.base import MethodConfig, PromptMethod, TaskBrief, cosines, split_prompts
+from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import (
     frobenius_penalty,
     mean_square_penalty,

@@ -12,16 +12,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.base import (
-    STRICT,
-    MethodConfig,
-    PromptMethod,
-    TaskBrief,
-    check_blocks,
-    check_length,
-    cosines,
-    split_prompts,
-)
+from coda_prompt.methods.base import MethodConfig, PromptMethod, TaskBrief, cosines, split_prompts
+from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
 

@@ -11,8 +11,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from coda_prompt.methods.base import STRICT, MethodConfig, TaskBrief
+from coda_prompt.methods.base import MethodConfig, TaskBrief
 from coda_prompt.methods.finetune import WholeNetwork
+from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import ViT
 
 

@@ -31,7 +31,7 @@ from coda_prompt.errors import (
     WrongRows,
 )
 from coda_prompt.methods import Loss, Method, TaskBrief
-from coda_prompt.methods.base import STRICT
+from coda_prompt.methods.options import STRICT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries, QueryMode
