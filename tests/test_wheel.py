@@ -1,0 +1,42 @@
+"""The wheel alone, in an empty environment, far from the repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_wheel_is_small_and_runs_pocket_by_itself(tmp_path: Path) -> None:
+    def run(*command: object) -> str:
+        texts = [str(part) for part in command]
+        done = subprocess.run(texts, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 12e6
+    names = zipfile.ZipFile(wheel).namelist()
+    for asset in ("pocket-drawings.npz", "pocket-vit.safetensors", "LICENSE-quickdraw.md"):
+        assert f"coda_prompt/assets/{asset}" in names
+
+    run(sys.executable, "-m", "venv", tmp_path / "empty")
+    python = tmp_path / "empty" / "bin" / "python"
+    constraints = ("--constraint", ROOT / "constraints.txt")
+    run(python, "-m", "pip", "install", "--quiet", *constraints, "torch")
+    run(python, "-m", "pip", "install", "--quiet", *constraints, wheel)
+    printed = run(
+        python.with_name("coda"), "bench", "pocket", "--methods", "coda-p", "--trials", "1",
+        "--set", "training.epochs=1", "--json",
+    )  # fmt: skip
+    (row,) = json.loads(printed)["rows"]
+    assert row["method"] == "coda-p"
+    assert row["A_N"]["mean"] > 10
