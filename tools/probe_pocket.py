@@ -11,15 +11,14 @@ comparison.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.vit import ViT
 from coda_prompt.pixels import Pixels
 
 ASSETS = Path(__file__).resolve().parents[1] / "src" / "coda_prompt" / "assets"
@@ -64,20 +63,6 @@ def ridge_accuracy(features: Tensor, classes: int) -> tuple[float, float]:
     return Ridge(*part(slice(TRAIN_DRAWINGS))).accuracy(*test, best), best
 
 
-def load_backbone(path: Path) -> tuple[ViT, Pixels]:
-    """The ViT of a weights file in float32, and the pixels it expects."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        names: list[str] = file.keys()
-        weights = {name: file.get_tensor(name).float() for name in names}
-    fields = json.loads(metadata["vit"])
-    vit = ViT(ViTConfig(**{**fields, "stem": tuple(fields["stem"])}))
-    vit.load_state_dict(weights)
-    fields = json.loads(metadata["pixels"])
-    pixels = Pixels(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
-    return vit.eval().requires_grad_(False), pixels
-
-
 def frozen_features(vit: ViT, pixels: Pixels, drawings: np.ndarray) -> Tensor:
     """Final-norm class tokens of uint8 drawings, N x D."""
     mean, std = torch.tensor(pixels.mean), torch.tensor(pixels.std)
@@ -91,12 +76,13 @@ def probe(weights: Path, archive: Path) -> dict[str, float]:
     """The figures of the model card."""
     with np.load(archive, allow_pickle=False) as arrays:
         drawings, classes = arrays["drawings"], len(arrays["classes"])
-    vit, pixels = load_backbone(weights)
-    accuracy, penalty = ridge_accuracy(frozen_features(vit, pixels, drawings), classes)
+    backbone = load_backbone(str(weights))
+    features = frozen_features(backbone.vit, backbone.pixels, drawings)
+    accuracy, penalty = ridge_accuracy(features, classes)
     raw = torch.from_numpy(drawings).flatten(1) / 255
     raw_accuracy, raw_penalty = ridge_accuracy(raw, classes)
     return {
-        "parameters": sum(parameter.numel() for parameter in vit.parameters()),
+        "parameters": sum(parameter.numel() for parameter in backbone.vit.parameters()),
         "features_top1": accuracy,
         "features_penalty": penalty,
         "pixels_top1": raw_accuracy,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from coda_prompt import metrics
-from coda_prompt.bench.report import FinishedRun
+from coda_prompt.bench.report import FinishedRun, by_method
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart by readers of any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -21,7 +25,7 @@ def accuracy_over_tasks(runs: Sequence[FinishedRun], path: Path) -> Path:
 
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    for number, (method, own) in enumerate(_by_method(runs).items()):
+    for number, (method, own) in enumerate(by_method(runs).items()):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         curves = np.array([100 * metrics.accuracy_after_each_task(run.matrix) for run in own])
         steps = np.arange(1, curves.shape[1] + 1)
@@ -43,7 +47,7 @@ def matrices(runs: Sequence[FinishedRun], path: Path) -> Path:
     """For each method the accuracy on task j after task t, averaged over trials."""
     from matplotlib.figure import Figure
 
-    groups = _by_method(runs)
+    groups = by_method(runs)
     columns = min(3, len(groups))
     lines = -(-len(groups) // columns)
     figure = Figure(figsize=(3.4 * columns + 0.6, 3.2 * lines), layout="constrained")
@@ -68,14 +72,7 @@ def matrices(runs: Sequence[FinishedRun], path: Path) -> Path:
     return _saved(figure, path)
 
 
-def _by_method(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    groups: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        groups.setdefault(run.method, []).append(run)
-    return groups
-
-
-def _saved(figure: object, path: Path) -> Path:
+def _saved(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)  # type: ignore[attr-defined]
+    figure.savefig(path, dpi=150)
     return path

@@ -70,14 +70,20 @@ def read_runs(folder: Path) -> list[FinishedRun]:
     return found
 
 
+def by_method(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
+    """The trials of each method, in the order of the runs."""
+    groups: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.method, []).append(run)
+    return groups
+
+
 def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     """One row a method, in the order of the runs: mean and deviation of every measure."""
-    by_method: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        by_method.setdefault(run.method, []).append(run)
-    reference = {run.seed: run.measures()["A_N"] for run in by_method.get(REFERENCE, [])}
+    groups = by_method(runs)
+    reference = {run.seed: run.measures()["A_N"] for run in groups.get(REFERENCE, [])}
     table = []
-    for method, own in by_method.items():
+    for method, own in groups.items():
         measured = [run.measures() for run in own]
         row: dict[str, Any] = {"method": method, "trials": len(own)}
         for name in measured[0]:
