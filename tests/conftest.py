@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
 from safetensors.torch import load_file
+from small import coda, tiny_vit
 from torch import Tensor
+
+from coda_prompt.model.catalog import write_weights
+from coda_prompt.pixels import Pixels
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -34,3 +41,43 @@ def golden_tensors() -> dict[str, Tensor]:
 def golden_numbers() -> dict[str, Any]:
     numbers: dict[str, Any] = json.loads((GOLDEN / "released.json").read_text())
     return numbers
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A benchmark file on a folder of 16 x 16 images and a tiny ViT."""
+    root = tmp_path_factory.mktemp("tiny")
+    random = np.random.default_rng(0)
+    for name in "abcdef":
+        prototype = random.integers(0, 150, (16, 16))
+        for part, count in (("train", 6), ("test", 3)):
+            folder = root / "data" / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = (prototype + random.integers(0, 100, (16, 16))).astype(np.uint8)
+                Image.fromarray(image).save(folder / f"{number}.png")
+    write_weights(root / "tiny.safetensors", tiny_vit(), Pixels(16, 1, (0.5,), (0.5,), "bilinear"))
+    benchmark = {
+        "name": "tiny",
+        "source": str(root / "data"),
+        "backbone": str(root / "tiny.safetensors"),
+        "stream": {"tasks": 3},
+        "trials": 2,
+        "training": {"epochs": 1, "batch_size": 8},
+        "methods": {
+            "coda-p": {"options": {"components": 6}},
+            "ncm": {},
+            "upper-bound": {"training": {"learning_rate": 1e-3}},
+        },
+    }
+    (root / "tiny.yaml").write_text(yaml.safe_dump(benchmark))
+    return root / "tiny.yaml"
+
+
+@pytest.fixture(scope="session")
+def tiny_runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The benchmark run once: its folder and what --json printed."""
+    out = tmp_path_factory.mktemp("runs")
+    finished = coda("bench", str(tiny), "--json", "--out", str(out))
+    assert finished.returncode == 0, finished.stderr
+    return out, json.loads(finished.stdout)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -58,3 +62,8 @@ def brief(method: Method, new: int, known: tuple[int, ...] = (), seed: int = 0) 
     seen = method.classes_seen
     classes = (*known, *range(seen, seen + new))
     return TaskBrief(len(method.task_sizes), seed, classes, torch.zeros(0, dtype=torch.int64))
+
+
+def coda(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from coda_prompt.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)

@@ -31,7 +31,14 @@ from coda_prompt.data.hub import hub_source
 from coda_prompt.data.opcodes import plain_values
 from coda_prompt.data.paper import PUBLISHED, published_source
 from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
-from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData, UnknownName
+from coda_prompt.errors import (
+    BadImage,
+    BadOption,
+    CorruptFile,
+    MissingData,
+    MissingExtra,
+    UnknownName,
+)
 from coda_prompt.methods import METHODS
 from coda_prompt.model.catalog import write_weights
 from coda_prompt.model.vit import ViTConfig
@@ -855,5 +862,5 @@ def test_a_hub_dataset_is_read_by_its_finest_classes(monkeypatch: pytest.MonkeyP
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingData, match=r"pip install 'coda-prompt\[datasets\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'coda-prompt\[datasets\]'"):
         hub_source("owner/name")

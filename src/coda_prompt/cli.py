@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.table import Table
 
 from coda_prompt import __version__
 from coda_prompt.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_prompt.bench.config import Override
 
 app = typer.Typer(
     help="Image classification that keeps learning new classes without keeping old images.",
@@ -22,6 +25,17 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+Methods = Annotated[
+    str, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
+]
+Out = Annotated[Path, typer.Option(help="Folder of the run folders.")]
+Data = Annotated[
+    Path | None, typer.Option(envvar="CODA_DATA", help="Folder of the paper's datasets.")
+]
+Set = Annotated[list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time, each with a share of the threads.")]
+TensorBoard = Annotated[bool, typer.Option(help="Write TensorBoard files to the run folders, too.")]
+DryRun = Annotated[bool, typer.Option(help="Print the resolved runs and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -94,25 +108,21 @@ def methods(
     "`coda bench imagenet-r-10 --data DIR --set protocol=release-2023`"
 )
 def bench(
-    benchmark: Annotated[str, typer.Argument(help="A preset, or the path of a YAML file.")],
-    methods: Annotated[
-        str, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
-    ] = "",
+    benchmark: Annotated[
+        str,
+        typer.Argument(help="A preset, a YAML file, or the benchmark.json a run left behind."),
+    ],
+    methods: Methods = "",
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run folders.")] = Path("runs"),
-    data: Annotated[
-        Path | None, typer.Option(envvar="CODA_DATA", help="Folder of the paper's datasets.")
-    ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")
-    ] = None,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Runs at a time, each with its share of the threads.")
-    ] = 1,
+    out: Out = Path("runs"),
+    data: Data = None,
+    override: Set = None,
+    jobs: Jobs = 1,
     validation: Annotated[
         bool, typer.Option(help="Test on a fifth of the training images instead.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved runs and stop.")] = False,
+    tensorboard: TensorBoard = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a benchmark: methods x trials, task after task, and a table in the end.
@@ -121,13 +131,67 @@ def bench(
     """
     from coda_prompt.bench import command
 
-    overrides = [] if data is None else [f"data={json.dumps(str(data))}"]
-    overrides += override or []
-    if trials is not None:
-        overrides.append(f"trials={trials}")
+    overrides = _overrides(data, override, trials)
     if validation:
-        overrides.append("stream.validation=true")
-    command.bench(benchmark, methods, overrides, out, jobs=jobs, dry_run=dry_run, as_json=as_json)
+        overrides.append((("stream", "validation"), True))
+    manner = command.Manner(out, jobs, tensorboard, dry_run, as_json)
+    command.bench(benchmark, methods, overrides, manner)
+
+
+@app.command(
+    epilog="Examples: `coda sweep components pocket --jobs 2`; `coda sweep length --data DIR`; "
+    "`coda sweep tuning --data DIR --methods coda-p`; "
+    "`coda sweep training.learning_rate pocket --methods ft,ft++ --values 1e-4,1e-3,1e-2`"
+)
+def sweep(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="`components`, `length`, `tuning`, a YAML file, or a field with --values: "
+            "`options.…` and `training.…` are the methods' own, others the benchmark's."
+        ),
+    ],
+    benchmark: Annotated[
+        str | None, typer.Argument(help="A preset or a YAML file; without: the sweep's own.")
+    ] = None,
+    methods: Methods = "",
+    values: Annotated[str, typer.Option(help="Comma-separated; for a field, or instead.")] = "",
+    trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
+    out: Out = Path("runs"),
+    data: Data = None,
+    override: Set = None,
+    jobs: Jobs = 1,
+    tensorboard: TensorBoard = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a benchmark with one field at several values, and draw accuracy against them.
+
+    The sweeps that come with the package test on validation data.
+    """
+    from coda_prompt.bench import command
+
+    manner = command.Manner(out, jobs, tensorboard, dry_run, as_json)
+    overrides = _overrides(data, override, trials)
+    command.sweep(what, benchmark, methods, values, overrides, manner)
+
+
+@app.command(epilog="Example: `coda report runs -o report`")
+def report(
+    runs: Annotated[Path, typer.Argument(help="Folder of run folders, at any depth.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("report"),
+    as_json: AsJson = False,
+) -> None:
+    """Tables and pictures of finished runs: terminal, Markdown, CSV, LaTeX, and one HTML page."""
+    from coda_prompt.bench import command
+
+    command.write_report(runs, out, as_json=as_json)
+
+
+def _overrides(data: Path | None, override: list[str] | None, trials: int | None) -> list[Override]:
+    overrides: list[Override] = [] if data is None else [(("data",), str(data))]
+    overrides += override or []
+    return overrides if trials is None else [*overrides, (("trials",), trials)]
 
 
 def main() -> None:

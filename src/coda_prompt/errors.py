@@ -180,6 +180,14 @@ class BadMethod(CodaError):
         )
 
 
+class MissingExtra(CodaError):
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(
+            f"{what} needs packages that are not installed. Install them with: "
+            f"pip install 'coda-prompt[{extra}]'."
+        )
+
+
 class LostWorker(CodaError):
     def __init__(self, exit_code: int | None) -> None:
         super().__init__(

@@ -1,64 +1,113 @@
-"""`coda bench` behind its options: results on standard output, all else on standard error."""
+"""The bench verbs behind their options: results on standard output, all else on standard error."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from coda_prompt.bench import plots, report
-from coda_prompt.bench.config import Benchmark, load_benchmark
+from coda_prompt.bench import page, plots, report, tables
+from coda_prompt.bench.config import Benchmark, Override, check_rows, load_benchmark
 from coda_prompt.bench.parallel import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
-from coda_prompt.bench.runner import run_in_turn, runs_of
-from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.bench.runner import Run, row_folder, run_in_turn, runs_of, write_json
+from coda_prompt.bench.sweep import load_sweep, sweep_runs
+from coda_prompt.errors import BadOption
+
+SAVED = "benchmark.json"
+"""The resolved benchmark beside its runs; `coda bench` takes it as it takes a preset."""
 
 
-def bench(
-    name: str,
-    chosen: str,
-    overrides: Sequence[str],
-    out: Path,
-    *,
-    jobs: int,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class Manner:
+    """How runs are done and shown; no number depends on it."""
+
+    out: Path
+    jobs: int
+    tensorboard: bool
+    dry_run: bool
+    as_json: bool
+
+
+def bench(name: str, chosen: str, overrides: Sequence[Override], manner: Manner) -> None:
     benchmark = load_benchmark(name, overrides)
-    runs = runs_of(benchmark, _methods(benchmark, chosen), out)
-    if dry_run:
-        print(json.dumps({"runs": [run.config for run in runs]}, indent=2))  # noqa: T201
+    names = _methods(benchmark, chosen)
+    runs = runs_of(benchmark, names, manner.out)
+    if manner.dry_run:
+        _print_json({"runs": [run.config for run in runs]})
         return
-    messages = Console(stderr=True)
+    folder = manner.out / benchmark.name
+    finished = _run_all(runs, manner, {folder / SAVED: benchmark.resolved(names)})
+    table = report.rows(finished)
+    if manner.as_json:
+        _print_json({"rows": table})
+        return
+    pictures = plots.all_pictures(finished, folder)
+    title = f"{benchmark.name}: {benchmark.description}"
+    Console().print(tables.short(table, title).rich())
+    Console(stderr=True).print("Pictures: " + ", ".join(str(path) for path in pictures))
+
+
+def sweep(
+    name: str,
+    benchmark: str | None,
+    chosen: str,
+    values: str,
+    overrides: Sequence[Override],
+    manner: Manner,
+) -> None:
+    found = load_sweep(name, benchmark, _split(chosen), values)
+    runs = sweep_runs(found, overrides, manner.out)
+    if manner.dry_run:
+        _print_json({"runs": [run.config for run in runs]})
+        return
+    finished = _run_all(runs, manner, {})
+    rows = report.sweep_rows(finished)
+    if manner.as_json:
+        _print_json({"rows": rows})
+        return
+    folder = runs[0].folder.parents[2]
+    pictures = plots.sweep_pictures(finished, folder)
+    for table in tables.sweep(rows):
+        Console().print(table.rich())
+    Console(stderr=True).print("Pictures: " + ", ".join(str(path) for path in pictures))
+
+
+def write_report(folder: Path, out: Path, *, as_json: bool) -> None:
+    runs = report.read_runs(folder)
+    parts, written = page.write_report(runs, folder, out)
+    if as_json:
+        _print_json({"parts": {part.title: part.rows for part in parts}})
+        return
+    console = Console()
+    for part in parts:
+        console.rule(part.title)
+        for table in part.tables:
+            console.print(table.rich())
+    Console(stderr=True).print(f"Report: {written}")
+
+
+def _run_all(
+    runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
+) -> list[report.FinishedRun]:
+    """Do what is not done yet."""
+    runs = [dataclasses.replace(run, tensorboard=manner.tensorboard) for run in runs]
     todo = [run for run in runs if not run.finished()]
-    with BenchProgress(todo, messages) as progress:
-        if jobs > 1 and len(todo) > 1:
-            going = run_in_parallel(todo, jobs, progress.on_event)
+    for path, benchmark in saved.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, benchmark.model_dump(mode="json"))
+    with BenchProgress(todo, Console(stderr=True)) as progress:
+        if manner.jobs > 1 and len(todo) > 1:
+            going = run_in_parallel(todo, manner.jobs, progress.on_event)
         else:
             going = run_in_turn(todo, progress.on_event)
         for run in going:
             progress.finished(run)
-    finished = [report.read_run(run.folder) for run in runs]
-    table = report.rows(finished)
-    if as_json:
-        print(json.dumps({"rows": table}, indent=2))  # noqa: T201
-        return
-    folder = out / benchmark.name
-    pictures = [
-        plots.accuracy_over_tasks(finished, folder / "accuracy.png"),
-        plots.matrices(finished, folder / "matrices.png"),
-    ]
-    heads, cells = report.table_cells(table)
-    shown = Table(title=f"{benchmark.name}: {benchmark.description}")
-    for head in heads:
-        shown.add_column(head, no_wrap=head == "method")
-    for line in cells:
-        shown.add_row(*line)
-    Console().print(shown)
-    messages.print("Pictures: " + ", ".join(str(path) for path in pictures))
+    return [report.read_run(run.folder) for run in runs]
 
 
 def _methods(benchmark: Benchmark, chosen: str) -> list[str]:
@@ -66,10 +115,22 @@ def _methods(benchmark: Benchmark, chosen: str) -> list[str]:
         return list(benchmark.demo or benchmark.methods)
     if chosen == "all":
         return list(benchmark.methods)
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    names = _split(chosen)
+    check_rows(benchmark, names)
+    if not names:
+        raise BadOption("coda bench", "methods", f"'{chosen}' names no method")
+    folders: dict[str, str] = {}
     for name in names:
-        if ".py:" not in name and name not in benchmark.methods:
-            raise UnknownName(f"method in {benchmark.name}", name, benchmark.methods)
-    if len(set(names)) < len(names) or not names:
-        raise BadOption("coda bench", "methods", f"'{chosen}' names a method twice or none")
+        twin = folders.setdefault(row_folder(name).lower(), name)
+        if twin is not name:
+            problem = f"'{twin}' and '{name}' would be one row; leave one out or rename its class"
+            raise BadOption("coda bench", "methods", problem)
     return names
+
+
+def _split(chosen: str) -> list[str]:
+    return [name.strip() for name in chosen.split(",") if name.strip()]
+
+
+def _print_json(content: object) -> None:
+    print(json.dumps(content, indent=2))  # noqa: T201

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from importlib import resources
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +19,19 @@ from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
 from coda_prompt.training.engine import Training
 
+Override = str | tuple[tuple[str, ...], Any]
+"""`a.b.c=value`, or the path of a field and its value."""
 Protocol = Literal["paper", "release-2022", "release-2023"]
 RELEASES = ("release-2022", "release-2023")
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Fields of a file; unknown ones are mistakes."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StreamSection(_Section):
+class StreamSection(Section):
     """How the source is cut into tasks."""
 
     tasks: int | None = Field(default=None, ge=1)
@@ -37,14 +42,16 @@ class StreamSection(_Section):
     """Test on a fifth of the training images; no test image is read."""
 
 
-class MethodSection(_Section):
-    """What a method does differently in this benchmark."""
+class MethodSection(Section):
+    """A row of the table: a method, and what it does differently in this benchmark."""
 
+    method: str | None = None
+    """Which method it is; None: the one of the row's own name."""
     options: dict[str, Any] = {}
     training: dict[str, Any] = {}
 
 
-class Benchmark(_Section):
+class Benchmark(Section):
     """A benchmark and everything that decides its numbers."""
 
     name: str
@@ -66,7 +73,8 @@ class Benchmark(_Section):
     augmentation: Augmentation | None = None
     stream: StreamSection
     trials: int = Field(default=5, ge=1)
-    """Seeds 0, 1, …: each fixes class order, splits and initial values for all methods."""
+    """Seeds, each fixing class order, splits and initial values for all methods."""
+    first_seed: int = Field(default=0, ge=0)
     protocol: Protocol | None = None
     """Whose word counts where paper and released code differ; None: the library's defaults."""
     training: dict[str, Any] = {}
@@ -75,9 +83,12 @@ class Benchmark(_Section):
     """Methods that run where none are named."""
     methods: dict[str, MethodSection]
 
+    def method_of(self, row: str) -> str:
+        return self.methods.get(row, MethodSection()).method or row
+
     def method_config(self, name: str) -> MethodConfig:
-        """A method's options; components are shared out over the stream's tasks."""
-        entry = methods.find(name)
+        """The options of a row; components are shared out over the stream's tasks."""
+        entry = methods.find(self.method_of(name))
         options = dict(self.methods.get(name, MethodSection()).options)
         if "tasks" in entry.type.Config.__dataclass_fields__ and self.stream.tasks is not None:
             options.setdefault("tasks", self.stream.tasks)
@@ -91,14 +102,36 @@ class Benchmark(_Section):
         fields = {**protocol, **self.training, **own, "seed": seed}
         return make_config(Training, "the training", fields)
 
+    def resolved(self, names: Iterable[str]) -> Benchmark:
+        """These rows with every option said that methods and protocol would fill in."""
+        sections = {}
+        for name in names:
+            training = asdict(self.method_training(name, 0))
+            del training["seed"]
+            options = asdict(self.method_config(name))
+            sections[name] = MethodSection(
+                method=self.method_of(name), options=options, training=training
+            )
+        said = {"methods": sections, "training": {}, "protocol": None, "demo": ()}
+        return self.model_copy(update=said)
+
 
 def preset_names() -> list[str]:
-    folder = resources.files("coda_prompt") / "bench" / "presets"
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if _is_yaml(file))
+    return shipped("presets")
 
 
-def load_benchmark(name_or_path: str, overrides: Iterable[str] = ()) -> Benchmark:
-    """A preset by name or a YAML file, with `field.field=value` overrides, validated.
+def shipped(folder: str) -> list[str]:
+    """Names of the YAML files in a folder of the package."""
+    files = (file.name for file in _shipped_files(folder).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+
+
+def _shipped_files(folder: str) -> Path:
+    return Path(__file__).parent / folder
+
+
+def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Benchmark:
+    """A preset by name or a YAML file, with fields overridden, validated.
 
     Its section `release` holds what the released scripts do otherwise in this benchmark. It is
     laid over the other fields under a `release-*` protocol, below the overrides.
@@ -107,14 +140,15 @@ def load_benchmark(name_or_path: str, overrides: Iterable[str] = ()) -> Benchmar
     released = fields.pop("release", {})
     if not isinstance(released, dict):
         raise BadOption(f"benchmark {name_or_path}", "release", "needs fields of a benchmark")
-    overrides = list(overrides)
-    if _overridden(fields, overrides).get("protocol") in RELEASES:
+    settings = [_parsed(override) for override in overrides]
+    if _overridden(fields, settings).get("protocol") in RELEASES:
         fields = _laid_over(fields, released)
-    fields = _overridden(fields, overrides)
+    fields = _overridden(fields, settings)
     try:
         benchmark = Benchmark(**fields)
     except ValidationError as error:
-        raise _bad_option(f"benchmark {name_or_path}", error) from error
+        sections: dict[str, type[BaseModel]] = {"stream": StreamSection, "methods": MethodSection}
+        raise bad_field(f"benchmark {name_or_path}", error, sections, Benchmark) from error
     for name in benchmark.methods:
         benchmark.method_config(name)
         benchmark.method_training(name, 0)
@@ -123,7 +157,7 @@ def load_benchmark(name_or_path: str, overrides: Iterable[str] = ()) -> Benchmar
 
 def _merged(name_or_path: str) -> dict[str, Any]:
     """The fields of a preset; `like: other` takes over that preset's where it has none."""
-    fields = _read(name_or_path)
+    fields = read_fields(name_or_path, "benchmark", "presets")
     base = fields.pop("like", None)
     if base is None:
         return fields
@@ -133,24 +167,41 @@ def _merged(name_or_path: str) -> dict[str, Any]:
     return {**inherited, **fields}
 
 
-def _read(name_or_path: str) -> dict[str, Any]:
+def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
+    """A file of fields: by its path, or by name from a folder of the package."""
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json"):
         if not path.is_file():
-            raise MissingData(path, "there is no such file", "Name a preset or a YAML file.")
-        text = path.read_text("utf-8")
+            raise MissingData(path, "there is no such file", f"Name a {what} or a YAML file.")
+        text = path.read_bytes()
     else:
-        if name_or_path not in preset_names():
-            raise UnknownName("benchmark", name_or_path, preset_names())
-        preset = resources.files("coda_prompt") / "bench" / "presets" / f"{name_or_path}.yaml"
-        text = preset.read_text("utf-8")
+        known = shipped(folder)
+        if name_or_path not in known:
+            raise UnknownName(what, name_or_path, known)
+        text = (_shipped_files(folder) / f"{name_or_path}.yaml").read_bytes()
     try:
-        fields = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise CorruptFile(name_or_path, f"is not YAML ({error})") from error
+        fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise CorruptFile(name_or_path, f"cannot be read as fields ({problem})") from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
-        raise CorruptFile(name_or_path, "does not describe a benchmark")
+        raise CorruptFile(name_or_path, f"does not describe a {what}")
     return fields
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a field that is there twice is a mistake, not the last one's victory."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if str(key) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"'{key}' is there twice", key_node.start_mark
+                )
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
 
 
 def _laid_over(fields: Any, above: Any) -> Any:
@@ -161,37 +212,61 @@ def _laid_over(fields: Any, above: Any) -> Any:
     return {**fields, **inner}
 
 
-def _overridden(fields: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Fields with each `a.b.c=value` set; the value is read as YAML."""
+def _parsed(override: Override) -> tuple[tuple[str, ...], Any]:
+    if not isinstance(override, str):
+        return override
+    path, equals, value = override.partition("=")
+    if not equals:
+        raise BadOption("the command line", "set", f"'{override}' is not field=value")
+    return tuple(path.split(".")), parse_value(value)
+
+
+def parse_value(text: str) -> Any:
+    """JSON, or else YAML, whose numbers need a dot where JSON's do not (1e-3)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError) as error:
+        raise BadOption("the command line", "set", f"'{text}' is not a value") from error
+
+
+def _overridden(
+    fields: dict[str, Any], overrides: Iterable[tuple[tuple[str, ...], Any]]
+) -> dict[str, Any]:
     fields = {**fields}
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals:
-            raise BadOption("the command line", "set", f"'{override}' is not field=value")
-        *parents, last = path.split(".")
+    for path, value in overrides:
+        *parents, last = path
         place = fields
         for parent in parents:
             inner = place.get(parent) or {}
             if not isinstance(inner, dict):
-                raise BadOption("the command line", "set", f"'{parent}' in '{path}' has no fields")
+                whole = ".".join(path)
+                raise BadOption("the command line", "set", f"'{parent}' in '{whole}' has no fields")
             place[parent] = place = {**inner}
-        try:
-            place[last] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise BadOption("the command line", "set", f"'{text}' is not a value") from error
+        place[last] = value
     return fields
 
 
-def _bad_option(owner: str, error: ValidationError) -> BadOption | UnknownName:
+def bad_field(
+    owner: str,
+    error: ValidationError,
+    sections: Mapping[str, type[BaseModel]],
+    whole: type[BaseModel],
+) -> BadOption | UnknownName:
     """One message about the first thing wrong."""
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        sections: dict[str, type[BaseModel]] = {"stream": StreamSection, "methods": MethodSection}
-        section = sections.get(path.split(".")[0], Benchmark) if "." in path else Benchmark
+        section = sections.get(path.split(".")[0], whole) if "." in path else whole
         return UnknownName(f"field of {owner}", str(first["loc"][-1]), section.model_fields)
     return BadOption(owner, path or "?", str(first["msg"]).lower())
 
 
-def _is_yaml(file: Any) -> bool:
-    return bool(file.name.endswith(".yaml"))
+def check_rows(benchmark: Benchmark, names: Sequence[str]) -> None:
+    """That these rows exist, or are methods of a file."""
+    for name in names:
+        if ".py:" not in name and name not in benchmark.methods:
+            raise UnknownName(f"method in {benchmark.name}", name, benchmark.methods)

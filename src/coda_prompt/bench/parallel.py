@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coda_prompt.bench.runner import OnEvent, Run, execute, load_inputs
+from coda_prompt.bench.runner import Inputs, OnEvent, Run, execute
 from coda_prompt.errors import CodaError, LostWorker
 from coda_prompt.training.engine import Event
 
@@ -66,14 +66,14 @@ def _work(runs: list[Run], waiting: Any, told: Any, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    backbone, source = load_inputs(runs[0].benchmark)
+    inputs = Inputs()
     while (number := waiting.get()) is not None:
 
         def tell(run: Run, event: Event, number: int = number) -> None:
             told.put((number, event))
 
         try:
-            execute(runs[number], backbone, source, tell)
+            execute(runs[number], inputs, tell)
         except CodaError as error:
             told.put((number, str(error)))
             return

@@ -1,78 +1,202 @@
-"""Pictures from finished runs: accuracy over tasks, and what each task kept."""
+"""Pictures from finished runs. Each is written as PNG and as SVG, the same bytes every time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from coda_prompt import metrics
-from coda_prompt.bench.report import FinishedRun, by_method
+from coda_prompt.bench.report import FinishedRun, by_method, is_number, summary, sweep_rows
+from coda_prompt.files import write_atomically
+from coda_prompt.methods import METHODS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart by readers of any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*<>hp"
+LINES = ("-", "--", ":")
+SHOWN_NUMBERS = 10
+"""Tasks up to which a heat map says its numbers."""
 
 
-def accuracy_over_tasks(runs: Sequence[FinishedRun], path: Path) -> Path:
+def all_pictures(runs: Sequence[FinishedRun], folder: Path) -> list[Path]:
+    """Every picture of a benchmark, as PNG files; each has an SVG beside it."""
+    pictures = {
+        "accuracy": accuracy_over_tasks,
+        "matrices": matrices,
+        "forgetting": forgetting_per_task,
+        "parameters": parameters_against_accuracy,
+    }
+    return [save(draw(runs), folder / name) for name, draw in pictures.items()]
+
+
+def accuracy_over_tasks(runs: Sequence[FinishedRun]) -> Figure:
     """Mean accuracy of all tasks so far after each task, with a band of one deviation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    axes = figure.add_subplot()
-    for number, (method, own) in enumerate(by_method(runs).items()):
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+    figure, axes = _one_plot()
+    tasks = len(runs[0].matrix)
+    steps = np.arange(1, tasks + 1)
+    for method, own in by_method(runs).items():
         curves = np.array([100 * metrics.accuracy_after_each_task(run.matrix) for run in own])
-        steps = np.arange(1, curves.shape[1] + 1)
         mean, deviation = curves.mean(axis=0), curves.std(axis=0)
-        axes.plot(steps, mean, color=colour, marker=marker, label=method, linewidth=1.8)
+        if np.isnan(mean[:-1]).all() and tasks > 1:  # learned all at once: a level, no curve
+            style = {**_style(method), "linestyle": "-.", "marker": ""}
+            mean, deviation = (np.full(tasks, held[-1]) for held in (mean, deviation))
+        else:
+            style = _style(method)
+        axes.plot(steps, mean, label=method, **style)
         if len(own) > 1:
+            colour = style["color"]
             axes.fill_between(steps, mean - deviation, mean + deviation, color=colour, alpha=0.15)
     axes.set_xlabel("tasks learned")
     axes.set_ylabel("accuracy over all classes so far, %")
     axes.set_xticks(steps)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return _saved(figure, path)
+    return _finished(figure, axes)
 
 
-def matrices(runs: Sequence[FinishedRun], path: Path) -> Path:
+def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
+    """What each task lost between its best moment and the end."""
+    figure, axes = _one_plot()
+    for method, own in by_method(runs).items():
+        drops = np.array([100 * metrics.forgetting_per_task(run.matrix) for run in own])
+        if not drops.size or np.isnan(drops).any():
+            continue
+        tasks = np.arange(1, drops.shape[1] + 1)
+        mean, deviation = drops.mean(axis=0), drops.std(axis=0)
+        axes.errorbar(tasks, mean, deviation if len(own) > 1 else None, capsize=2, label=method,
+                      **_style(method))  # fmt: skip
+        axes.set_xticks(tasks)
+    axes.set_xlabel("task")
+    axes.set_ylabel("best accuracy minus final one, points")
+    return _finished(figure, axes)
+
+
+def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
+    """What is trained, in % of the backbone, against what it brings."""
+    figure, axes = _one_plot()
+    for method, own in by_method(runs).items():
+        found = summary(own)
+        accuracy, share = found["A_N"], found["trained_parameters"]["mean"]
+        deviation = accuracy["std"] if len(own) > 1 else None
+        style = {**_style(method), "linestyle": "none", "markersize": 8}
+        axes.errorbar(share, accuracy["mean"], deviation, capsize=3, label=method, **style)
+    axes.set_xscale("log")
+    axes.set_xlabel("trained parameters, % of the backbone")
+    axes.set_ylabel("A_N, %")
+    return _finished(figure, axes)
+
+
+def matrices(runs: Sequence[FinishedRun]) -> Figure:
     """For each method the accuracy on task j after task t, averaged over trials."""
     from matplotlib.figure import Figure
 
     groups = by_method(runs)
-    columns = min(3, len(groups))
+    columns = min(4, len(groups))
     lines = -(-len(groups) // columns)
-    figure = Figure(figsize=(3.4 * columns + 0.6, 3.2 * lines), layout="constrained")
+    figure = Figure(figsize=(3.2 * columns + 0.8, 3.2 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False)
-    mesh = None
     for axes, (method, own) in zip(grid.flat, groups.items(), strict=False):
         mean = 100 * np.mean([run.matrix for run in own], axis=0)
         mesh = axes.imshow(mean, cmap="cividis", vmin=0, vmax=100)
         for (row, column), value in np.ndenumerate(mean):
-            if not np.isnan(value) and len(mean) <= 10:
+            if not np.isnan(value) and len(mean) <= SHOWN_NUMBERS:
                 shade = "white" if value < 55 else "black"
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=shade)
+                size = 9 if len(mean) <= 6 else 7
+                text = {"ha": "center", "va": "center", "color": shade, "fontsize": size}
+                axes.text(column, row, f"{value:.0f}", **text)
+        every = 1 if len(mean) <= SHOWN_NUMBERS else 5
+        ticks = range(every - 1, len(mean), every)
         axes.set_title(method)
         axes.set_xlabel("task tested")
         axes.set_ylabel("after task")
-        axes.set_xticks(range(len(mean)), range(1, len(mean) + 1))
-        axes.set_yticks(range(len(mean)), range(1, len(mean) + 1))
+        axes.set_xticks(ticks, [tick + 1 for tick in ticks])
+        axes.set_yticks(ticks, [tick + 1 for tick in ticks])
     for axes in list(grid.flat)[len(groups) :]:
         axes.set_visible(False)
-    if mesh is not None:
-        figure.colorbar(mesh, ax=grid, label="accuracy, %", shrink=0.8)
-    return _saved(figure, path)
+    figure.colorbar(mesh, ax=grid, label="accuracy, %", shrink=0.8)
+    return figure
 
 
-def _saved(figure: Figure, path: Path) -> Path:
+def sweep_pictures(runs: Sequence[FinishedRun], folder: Path) -> list[Path]:
+    """A picture for each axis of a sweep: A_N against the values of its fields."""
+    rows = sweep_rows(runs)
+    pictures = []
+    for number, axis in enumerate(dict.fromkeys(row["axis"] for row in rows)):
+        own = [row for row in rows if row["axis"] == axis]
+        name = "sweep" if not number else f"sweep-{number + 1}"
+        pictures.append(save(_swept(own, axis), folder / name))
+    return pictures
+
+
+def _swept(rows: Sequence[dict[str, Any]], axis: str) -> Figure:
+    figure, axes = _one_plot()
+    values = list(dict.fromkeys(str(row["value"]) for row in rows))
+    numbers = all(is_number(row["value"]) for row in rows)
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        places = [row["value"] if numbers else values.index(str(row["value"])) for row in own]
+        mean = np.array([row["A_N"]["mean"] for row in own])
+        deviation = np.array([row["A_N"]["std"] for row in own])
+        several = max(row["trials"] for row in own) > 1
+        axes.errorbar(places, mean, deviation if several else None, capsize=3, label=method,
+                      **_style(method))  # fmt: skip
+    if numbers:
+        used = sorted({float(row["value"]) for row in rows})
+        if used[0] > 0 and used[-1] >= 20 * used[0]:
+            axes.set_xscale("log")
+        axes.set_xticks(used, [f"{value:g}" for value in used])
+        axes.minorticks_off()
+    else:
+        axes.set_xticks(range(len(values)), values)
+    axes.set_xlabel(axis)
+    axes.set_ylabel("A_N, %")
+    return _finished(figure, axes, from_zero=False)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """`path` with .png and .svg; the PNG's path is returned."""
+    import io
+
+    import matplotlib
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
+    with matplotlib.rc_context({"svg.hashsalt": "coda-prompt"}):
+        for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
+            content = io.BytesIO()
+            figure.savefig(content, dpi=150, format=suffix[1:], metadata=metadata)
+            write_atomically(path.with_suffix(suffix), content.getvalue())
+    return path.with_suffix(".png")
+
+
+def _one_plot() -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _finished(figure: Figure, axes: Axes, *, from_zero: bool = True) -> Figure:
+    if from_zero:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def _style(method: str) -> dict[str, Any]:
+    """Every method looks the same in all pictures; names of the user's come after ours."""
+    known = [*METHODS]
+    number = known.index(method) if method in known else len(known) + sum(method.encode())
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[number // len(COLOURS) % len(LINES)],
+        "linewidth": 1.8,
+    }

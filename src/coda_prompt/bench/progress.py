@@ -84,6 +84,6 @@ class BenchProgress:
 
     @staticmethod
     def _work(run: Run) -> float:
-        if find(run.method).type.closed_form:
+        if find(run.benchmark.method_of(run.method)).type.closed_form:
             return 0.3
         return float(run.benchmark.method_training(run.method, run.seed).epochs)

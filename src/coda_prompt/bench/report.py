@@ -1,22 +1,27 @@
-"""Tables from run folders, and from nothing else."""
+"""Numbers from run folders, and from nothing else."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import yaml
 
 from coda_prompt import metrics
-from coda_prompt.bench.runner import CONFIG, RESULT
+from coda_prompt.bench.runner import CONFIG, RESULT, read_json
 from coda_prompt.errors import CorruptFile, MissingData
+from coda_prompt.methods import METHODS
 
 REFERENCE = "coda-p"
 """The method that others are compared with, seed by seed."""
+GIGA, MEBI = 1e9, 2**20
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,16 @@ class FinishedRun:
     """What a run folder says."""
 
     method: str
+    """The row of the table."""
     seed: int
     config: dict[str, Any]
     result: dict[str, Any]
+    folder: Path
+
+    @property
+    def sweep(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.config["sweep"]
+        return found
 
     @property
     def matrix(self) -> metrics.Matrix:
@@ -37,45 +49,67 @@ class FinishedRun:
         return _matrix(self.result["own_classes"])
 
     def measures(self) -> dict[str, float]:
-        """All metrics of SPEC 6, accuracies in %."""
+        """All metrics of SPEC 6, accuracies in %, and what the run cost."""
         matrix, parameters = self.matrix, self.result["parameters"]
         trained = parameters["body"] + parameters["head"]
+        trained /= parameters["backbone"] + parameters["head"]
         percent = {
             "A_N": metrics.average_accuracy(matrix),
             "weighted": metrics.weighted_accuracy(matrix, self.result["test_images"]),
             "average_incremental": metrics.average_incremental_accuracy(matrix),
             "learning": metrics.learning_accuracy(matrix),
+            "own_classes": metrics.average_accuracy(self.own_classes),
             "F_paper": metrics.forgetting_paper(matrix),
             "F_max": metrics.forgetting_max(matrix),
-            "own_classes": metrics.average_accuracy(self.own_classes),
-            "trained_parameters": trained / (parameters["backbone"] + parameters["head"]),
+            "trained_parameters": trained,
+            "final_parameters": trained + bool(parameters["frozen"]),
         }
-        measured = {name: 100 * value for name, value in percent.items()}
-        return {**measured, "seconds": self.result["seconds"]}
+        counted = self.result["multiply_adds"] or {"training": math.nan, "inference": math.nan}
+        return {
+            **{name: 100 * value for name, value in percent.items()},
+            "training_gmac": counted["training"] / GIGA,
+            "inference_gmac": counted["inference"] / GIGA,
+            "seconds": self.result["seconds"],
+            "memory_mib": self.result["peak_memory_bytes"] / MEBI,
+        }
 
 
 def read_run(folder: Path) -> FinishedRun:
-    config, result = _read(folder / CONFIG), _read(folder / RESULT)
+    config, result = read_json(folder / CONFIG), read_json(folder / RESULT)
     try:
-        return FinishedRun(config["method"], config["training"]["seed"], config, result)
-    except (KeyError, TypeError) as error:
-        raise CorruptFile(folder, f"is not a run folder ({error})") from error
+        run = FinishedRun(config["method"], config["training"]["seed"], config, result, folder)
+        run.measures()
+        if run.sweep is not None:
+            run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CorruptFile(folder, f"is not a run folder ({error!r})") from error
+    return run
 
 
 def read_runs(folder: Path) -> list[FinishedRun]:
-    """All finished runs below a folder."""
+    """All finished runs below a folder, those of a row together, known methods first."""
+    if not folder.is_dir():
+        raise MissingData(folder, "there is no such folder", "Point at that of a 'coda bench'.")
     found = [read_run(path.parent) for path in sorted(folder.rglob(RESULT))]
     if not found:
         raise MissingData(folder, "holds no finished run", "Point at the folder of a 'coda bench'.")
-    return found
+    known = {name: number for number, name in enumerate(METHODS)}
+    return sorted(found, key=lambda run: (known.get(run.method, len(known)), run.method, run.seed))
+
+
+def grouped(
+    runs: Sequence[FinishedRun], key: Callable[[FinishedRun], Key]
+) -> dict[Key, list[FinishedRun]]:
+    """Runs with the same key together, in the order of their first."""
+    groups: dict[Key, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return groups
 
 
 def by_method(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The trials of each method, in the order of the runs."""
-    groups: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        groups.setdefault(run.method, []).append(run)
-    return groups
+    """The trials of each row."""
+    return grouped(runs, lambda run: run.method)
 
 
 def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
@@ -84,21 +118,57 @@ def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     reference = {run.seed: run.measures()["A_N"] for run in groups.get(REFERENCE, [])}
     table = []
     for method, own in groups.items():
-        measured = [run.measures() for run in own]
-        row: dict[str, Any] = {"method": method, "trials": len(own)}
-        for name in measured[0]:
-            summary = metrics.summarise([each[name] for each in measured])
-            row[name] = {"mean": _number(summary.mean), "std": _number(summary.std)}
-        row["difference"] = _difference(own, measured, reference) if method != REFERENCE else None
+        row = {"method": method, **summary(own), "difference": None}
+        if method != REFERENCE:
+            row["difference"] = _difference(own, reference)
+        row["published"] = published(own[0].config["name"]).get(method)
         table.append(row)
     return table
 
 
-def _difference(
-    own: Sequence[FinishedRun], measured: Sequence[dict[str, float]], reference: dict[int, float]
-) -> dict[str, Any] | None:
+def summary(trials: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Mean and deviation of every measure over trials."""
+    measured = [run.measures() for run in trials]
+    summed: dict[str, Any] = {"trials": len(trials)}
+    for name in measured[0]:
+        found = metrics.summarise([each[name] for each in measured])
+        summed[name] = {"mean": _number(found.mean), "std": _number(found.std)}
+    return summed
+
+
+def sweep_rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+    """One row for each method, field and value of a sweep, in that order."""
+
+    def line(run: FinishedRun) -> tuple[str, str, str]:
+        point = run.sweep or {}
+        return run.method, point["axis"], point["field"]
+
+    def value(run: FinishedRun) -> str:
+        return json.dumps((run.sweep or {})["value"])
+
+    table = []
+    for (method, axis, field), own in grouped(runs, line).items():
+        points = [(json.loads(text), held) for text, held in grouped(own, value).items()]
+        if all(is_number(place) for place, _ in points):
+            points.sort(key=lambda point: float(point[0]))
+        table += [
+            {"method": method, "axis": axis, "field": field, "value": place, **summary(trials)}
+            for place, trials in points
+        ]
+    return table
+
+
+@cache
+def published(benchmark: str) -> dict[str, Any]:
+    """The paper's numbers: A and F as [mean, std], params as [trained, final] in %."""
+    text = Path(__file__).with_name("published.yaml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text).get(benchmark, {})
+    return found
+
+
+def _difference(own: Sequence[FinishedRun], reference: dict[int, float]) -> dict[str, Any] | None:
     """A_N minus the reference's over the seeds both have."""
-    values = {run.seed: each["A_N"] for run, each in zip(own, measured, strict=True)}
+    values = {run.seed: run.measures()["A_N"] for run in own}
     seeds = sorted(values.keys() & reference.keys())
     if not seeds:
         return None
@@ -108,64 +178,13 @@ def _difference(
     return {"mean": found.mean, "interval": found.interval}
 
 
-def cell(row: dict[str, Any], name: str, digits: int = 1) -> str:
-    """`mean ± std`, or a dash where it was not measured."""
-    mean, std = row[name]["mean"], row[name]["std"]
-    if mean is None:
-        return "-"
-    return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if row["trials"] > 1 else "")
-
-
-def difference_cell(row: dict[str, Any]) -> str:
-    found = row["difference"]
-    if found is None:
-        return "-"
-    interval = found["interval"]
-    reach = f" [{interval[0]:+.1f}, {interval[1]:+.1f}]" if interval else ""
-    return f"{found['mean']:+.1f}{reach}"
-
-
-COLUMNS = {
-    "A_N": "A_N %",
-    "F_paper": "F %",
-    "learning": "when learned %",
-    "own_classes": "own classes %",
-    "trained_parameters": "trained %",
-    "seconds": "seconds",
-}
-
-
-def table_cells(table: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of the table a person reads."""
-    heads = ["method", *COLUMNS.values(), f"A_N - {REFERENCE}"]
-    cells = [
-        [row["method"], *(cell(row, name) for name in COLUMNS), difference_cell(row)]
-        for row in table
-    ]
-    return heads, cells
-
-
-def markdown(table: Sequence[dict[str, Any]]) -> str:
-    heads, cells = table_cells(table)
-    lines = [heads, ["---"] * len(heads), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise MissingData(path, "cannot be read", "Run the benchmark again.") from error
-    except ValueError as error:
-        raise CorruptFile(path, "is not JSON") from error
-    if not isinstance(content, dict):
-        raise CorruptFile(path, "is not a JSON object")
-    return content
-
-
 def _matrix(rows: Sequence[Sequence[float | None]]) -> metrics.Matrix:
     return np.array([[math.nan if value is None else value for value in row] for row in rows])
 
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import platform
 import resource
 import subprocess
@@ -18,24 +20,44 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_fabric import Fabric
+from lightning_fabric.loggers.logger import Logger
+from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 
 from coda_prompt import __version__, methods
 from coda_prompt.bench.config import Benchmark
+from coda_prompt.bench.cost import multiply_adds
 from coda_prompt.data import hub
 from coda_prompt.data.paper import PUBLISHED, published_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.sources import Source, folder_source
 from coda_prompt.data.stream import Stream, cut
-from coda_prompt.errors import ChangedRun, CorruptFile, MissingData, UnknownName
+from coda_prompt.errors import ChangedRun, CorruptFile, MissingData, MissingExtra, UnknownName
 from coda_prompt.files import write_atomically
+from coda_prompt.methods import Method
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
+from coda_prompt.model.vit import ViT
 from coda_prompt.training.engine import Engine, Event, Result
 from coda_prompt.training.loading import Views
 
+log = logging.getLogger(__name__)
+
 CONFIG, ENVIRONMENT, RESULT, LOG = "config.json", "environment.json", "result.json", "events.jsonl"
 # Resolved elsewhere in a run's configuration, or without a say in its numbers.
-NOT_IN_A_RUN = {"methods", "training", "demo", "data", "lists", "classes", "protocol"}
+NOT_IN_A_RUN = {
+    "methods", "training", "trials", "first_seed", "demo", "data", "lists", "classes", "protocol",
+}  # fmt: skip
 OnEvent = Callable[["Run", Event], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stands in a sweep."""
+
+    sweep: str
+    axis: str
+    """What the picture's axis says."""
+    field: str
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -44,8 +66,12 @@ class Run:
 
     benchmark: Benchmark
     method: str
+    """The row of the table."""
     seed: int
     folder: Path
+    point: Point | None = None
+    tensorboard: bool = False
+    """Whether losses and accuracies go to TensorBoard files, too."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,6 +82,8 @@ class Run:
             **shared,
             "strength": STRENGTH if shared["strength"] is None else shared["strength"],
             "method": self.method,
+            "implementation": self.benchmark.method_of(self.method),
+            "sweep": None if self.point is None else dataclasses.asdict(self.point),
             "options": _jsonable(self.benchmark.method_config(self.method)),
             "training": _jsonable(training),
         }
@@ -65,12 +93,8 @@ class Run:
         held = self.folder / CONFIG
         if not held.exists():
             return False
-        try:
-            before = json.loads(held.read_text("utf-8"))
-        except ValueError as error:
-            raise CorruptFile(held, "is not JSON") from error
-        now = {**self.config, "trials": before.get("trials")}
-        if before != now:
+        before = read_json(held)
+        if before != (now := _as_json(self.config)):
             raise ChangedRun(self.folder, _difference(before, now))
         return (self.folder / RESULT).exists()
 
@@ -78,25 +102,39 @@ class Run:
 def runs_of(benchmark: Benchmark, names: Sequence[str], out: Path) -> list[Run]:
     """Trial by trial, so that a table fills up for all methods together."""
     return [
-        Run(benchmark, name, seed, out / benchmark.name / _folder_name(name) / f"trial-{seed}")
-        for seed in range(benchmark.trials)
+        Run(benchmark, name, seed, out / benchmark.name / row_folder(name) / f"trial-{seed}")
+        for seed in seeds_of(benchmark)
         for name in names
     ]
 
 
+def seeds_of(benchmark: Benchmark) -> range:
+    return range(benchmark.first_seed, benchmark.first_seed + benchmark.trials)
+
+
 def run_in_turn(runs: Sequence[Run], on_event: OnEvent) -> Iterator[Run]:
     """One after another; each is yielded when its result is there."""
-    if runs:
-        backbone, source = load_inputs(runs[0].benchmark)
+    inputs = Inputs()
     for run in runs:
-        execute(run, backbone, source, on_event)
+        execute(run, inputs, on_event)
         yield run
 
 
-def load_inputs(benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
-    """What all runs of a benchmark share; missing data are told before a backbone is fetched."""
-    source = load_source(benchmark)
-    return load_backbone(benchmark.backbone), source
+class Inputs:
+    """Data and backbone of the run at hand, kept while the next run needs the same."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._held: tuple[LoadedBackbone, Source] | None = None
+
+    def of(self, benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
+        """Missing data are told before a backbone is fetched."""
+        deciding = {"source", "data", "lists", "classes", "strength", "backbone"}
+        key = benchmark.model_dump(include=deciding)
+        if self._held is None or key != self._key:
+            source = load_source(benchmark)
+            self._key, self._held = key, (load_backbone(benchmark.backbone), source)
+        return self._held
 
 
 def load_source(benchmark: Benchmark) -> Source:
@@ -131,51 +169,72 @@ def stream_of(benchmark: Benchmark, source: Source, seed: int) -> Stream:
     return cut(source, seed=seed, **benchmark.stream.model_dump())
 
 
-def execute(run: Run, backbone: LoadedBackbone, source: Source, on_event: OnEvent) -> None:
+def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
     """Learn and measure; the result is written when all of it is there."""
     benchmark = run.benchmark
+    backbone, source = inputs.of(benchmark)
+    surroundings = environment(backbone, source)
+    if run.point is None:
+        _refuse_other_inputs(run, surroundings)
     run.folder.mkdir(parents=True, exist_ok=True)
-    _write(run.folder / CONFIG, run.config)
-    _write(run.folder / ENVIRONMENT, environment(backbone, source))
+    write_json(run.folder / CONFIG, run.config)
+    write_json(run.folder / ENVIRONMENT, surroundings)
     stream = stream_of(benchmark, source, run.seed)
     pixels = (
         backbone.pixels if benchmark.preprocess == "weights" else backbone.pixels.unnormalised()
     )
     views = Views(pixels, benchmark.augmentation, benchmark.resize)
     method = methods.make(
-        run.method, backbone.vit, **dataclasses.asdict(benchmark.method_config(run.method))
+        benchmark.method_of(run.method),
+        backbone.vit,
+        **dataclasses.asdict(benchmark.method_config(run.method)),
     )
     training = benchmark.method_training(run.method, run.seed)
+    fabric = Fabric(accelerator="auto", devices=1, loggers=_loggers(run))
+    memory = PeakMemory()
     with (run.folder / LOG).open("w", encoding="utf-8") as log:
 
         def tell(event: Event) -> None:
             if event.kind != "step":
                 log.write(json.dumps(_told(event)) + "\n")
                 log.flush()
+                fabric.log_dict(*_curves(event))
             on_event(run, event)
 
-        fabric = Fabric(accelerator="auto", devices=1)
         engine = Engine(views, training, fabric=fabric, on_event=tell)
         started = time.perf_counter()
         result = engine.run(method, stream)
         seconds = time.perf_counter() - started
-    count = method.parameter_count()
-    base = sum(parameter.numel() for parameter in backbone.vit.parameters())
-    _write(
+    sizes = [len(task.classes) for task in stream.tasks]
+    write_json(
         run.folder / RESULT,
         {
             **_measured(result),
-            "tasks": [len(task.classes) for task in stream.tasks],
+            "tasks": sizes,
             "class_names": stream.class_names,
             "untrained": [
                 stream.class_names[row] for task in stream.tasks for row in task.untrained
             ],
             "notes": stream.notes,
-            "parameters": {"backbone": base, "body": count.body, "head": count.head_weights},
+            "parameters": parameters(method, backbone.vit),
+            "multiply_adds": _counted(run, method, sizes),
             "seconds": seconds,
-            "peak_memory_bytes": peak_memory(),
+            "peak_memory_bytes": memory.peak(),
         },
     )
+
+
+def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
+    """Rows of one table are measured on the same data and weights."""
+    for result in sorted(run.folder.parent.parent.glob(f"*/trial-*/{RESULT}")):
+        before = read_json(result.with_name(ENVIRONMENT))
+        changed = [
+            f"{name} sha256: {held} -> {surroundings[name]['sha256']}"
+            for name in ("data", "backbone")
+            if (held := before.get(name, {}).get("sha256")) != surroundings[name]["sha256"]
+        ]
+        if changed:
+            raise ChangedRun(result.parent, changed)
 
 
 def environment(backbone: LoadedBackbone, source: Source) -> dict[str, Any]:
@@ -198,10 +257,66 @@ def environment(backbone: LoadedBackbone, source: Source) -> dict[str, Any]:
     }
 
 
-def peak_memory() -> int:
-    """Of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def parameters(method: Method, backbone: ViT) -> dict[str, Any]:
+    """As the paper counts them; `frozen`: the backbone stays beside what was learned."""
+    count = method.parameter_count()
+    return {
+        "backbone": sum(parameter.numel() for parameter in backbone.parameters()),
+        "body": count.body,
+        "head": count.head_weights,
+        "frozen": method.frozen_backbone,
+    }
+
+
+def _counted(run: Run, method: Method, sizes: Sequence[int]) -> dict[str, float] | None:
+    try:
+        return multiply_adds(run.benchmark, run.method, method.vit_config, sizes)._asdict()
+    except (RuntimeError, NotImplementedError) as error:
+        log.warning("The operations of %s cannot be counted: %s", run.method, error)
+        return None
+
+
+class PeakMemory:
+    """The most this process has held since this was made: on the device, or else of the host."""
+
+    STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def __init__(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with contextlib.suppress(OSError):
+            self.RESET.write_text("5")  # Linux: the high-water mark starts anew
+
+    def peak(self) -> int:
+        """In bytes. Where the mark cannot start anew it is that of the process's whole life."""
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+        with contextlib.suppress(OSError):
+            for line in self.STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _loggers(run: Run) -> list[Logger]:
+    if not run.tensorboard:
+        return []
+    try:
+        return [TensorBoardLogger(run.folder, name="tensorboard", version="")]
+    except ModuleNotFoundError as error:
+        raise MissingExtra("--tensorboard", "tensorboard") from error
+
+
+def _curves(event: Event) -> tuple[dict[str, float], int]:
+    """What TensorBoard draws of an event, and at which step: epochs over all tasks, or tasks."""
+    if event.kind == "epoch":
+        curves = {"loss": event.loss, "learning rate": event.learning_rate}
+        return curves, event.task * event.epochs + event.epoch
+    accuracies = {f"accuracy/task {j + 1}": a for j, a in enumerate(event.accuracies)}
+    if accuracies:
+        accuracies["accuracy/mean"] = sum(accuracies.values()) / len(accuracies)
+    return accuracies, event.task
 
 
 def _measured(result: Result) -> dict[str, Any]:
@@ -248,13 +363,31 @@ def _difference(before: dict[str, Any], now: dict[str, Any], path: str = "") -> 
     return lines
 
 
-def _folder_name(method: str) -> str:
+def row_folder(method: str) -> str:
+    """A row's folder has its name; of a method from a file, that of its class."""
     return method.rpartition(":")[2] if ".py:" in method else method
 
 
 def _jsonable(config: Any) -> Any:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return _as_json(dataclasses.asdict(config))
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _as_json(content: Any) -> Any:
+    return json.loads(json.dumps(content))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that a run left behind."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise MissingData(path, "cannot be read", "Run the benchmark again.") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(path, "is not JSON") from error
+    if not isinstance(content, dict):
+        raise CorruptFile(path, "is not a JSON object")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=1).encode() + b"\n")

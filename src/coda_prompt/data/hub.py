@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from coda_prompt.data.sources import Integers, Source
-from coda_prompt.errors import BadImage, MissingData
+from coda_prompt.errors import BadImage, MissingData, MissingExtra
 
 PREFIX = "hub:"
 
@@ -48,11 +48,7 @@ def hub_source(name: str) -> Source:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as problem:
-        raise MissingData(
-            f"{PREFIX}{name}",
-            "datasets of the hub need the package 'datasets', which is not installed",
-            "Install it with: pip install 'coda-prompt[datasets]'.",
-        ) from problem
+        raise MissingExtra(f"{PREFIX}{name}", "datasets") from problem
     try:
         parts = datasets.load_dataset(name)
     except Exception as problem:  # the package raises many kinds, of its own and of the network

@@ -12,6 +12,7 @@ parameter beside them. Class labels are rows: the k-th class ever seen has label
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -312,12 +313,17 @@ class PromptMethod(TrainedMethod):
         return len(brief.classes) > 1
 
 
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast switched off; the meta device, which only counts, has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def cosines(queries: Tensor, keys: Tensor) -> Tensor:
     """Cosine similarity of queries (B x D) and keys (… x M x D), … x B x M.
 
     In the keys' precision whatever autocast says: which key is nearest hangs on small differences.
     """
-    with torch.autocast(queries.device.type, enabled=False):
+    with full_precision(queries.device):
         return F.normalize(queries.to(keys.dtype), dim=-1) @ F.normalize(keys, dim=-1).mT
 
 

@@ -14,7 +14,14 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
+from coda_prompt.methods.base import (
+    Method,
+    MethodConfig,
+    ParameterCount,
+    TaskBrief,
+    cosines,
+    full_precision,
+)
 from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator, keyed_seed
@@ -74,7 +81,7 @@ class NearestClassMean(ClosedForm):
 
     def scores(self, queries: Tensor) -> Tensor:
         scores = cosines(queries, self.sums)
-        return scores.masked_fill(self.counts == 0, -1.0)
+        return scores.masked_fill((self.counts == 0).to(scores.device), -1.0)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -151,12 +158,12 @@ class RanPAC(ClosedForm):
 
     def scores(self, queries: Tensor) -> Tensor:
         hidden = self.hidden(queries)
-        with torch.autocast(queries.device.type, enabled=False):
+        with full_precision(queries.device):
             return hidden @ self.weight
 
     def hidden(self, queries: Tensor) -> Tensor:
         """h = ReLU(f W), n x width."""
-        with torch.autocast(queries.device.type, enabled=False):
+        with full_precision(queries.device):
             queries = queries.to(self.weight.dtype)
             return F.relu(queries @ self.projection(queries))
 

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.base import MethodConfig, PromptMethod, TaskBrief, cosines, split_prompts
+from coda_prompt.methods.base import (
+    MethodConfig,
+    PromptMethod,
+    TaskBrief,
+    cosines,
+    full_precision,
+    split_prompts,
+)
 from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import (
     frobenius_penalty,
@@ -239,7 +246,7 @@ def component_weights(queries: Tensor, keys: Tensor, attention: Tensor | None) -
     if attention is None:
         return cosines(queries, keys)
     smallest = 1e-12
-    with torch.autocast(queries.device.type, enabled=False):  # a cosine in half precision is noise
+    with full_precision(queries.device):  # a cosine in half precision is noise
         queries = queries.to(keys.dtype)
         matched = queries @ (attention * F.normalize(keys, dim=-1, eps=smallest)).mT
         squared_length = queries.square() @ attention.square().mT

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from coda_prompt.methods.base import full_precision
+
 
 def orthonormal_rows(older: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` new rows per block: orthonormal, and orthogonal to the span of the older ones.
@@ -38,7 +40,7 @@ def gram_error(frozen: Tensor, new: Tensor) -> Tensor:
 
     The frozen-by-frozen part is a constant of the task, but belongs to the penalty's value.
     """
-    with torch.autocast(new.device.type, enabled=False):
+    with full_precision(new.device):
         rows = torch.cat([frozen, new], dim=1)  # blocks x rows x D
         gram = rows @ rows.mT
         return (gram - torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)) ** 2

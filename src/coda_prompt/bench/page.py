@@ -1,0 +1,127 @@
+"""A report as files: tables in every form, pictures, and one page that opens from disk."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coda_prompt.bench import plots, tables
+from coda_prompt.bench.report import FinishedRun, grouped, rows, sweep_rows
+from coda_prompt.bench.tables import Table
+from coda_prompt.files import write_atomically
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
+       max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.3rem; margin-top: 3rem; }
+nav a { margin-right: 1.2rem; } a { color: #0059a3; }
+.wide { overflow-x: auto; margin: 1.2rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
+th, td { padding: .25rem .8rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-top: 2px solid #333; border-bottom: 1px solid #333; }
+tbody tr:last-child td { border-bottom: 2px solid #333; }
+tbody tr:nth-child(even) { background: #f4f6f8; }
+figure { display: inline-block; margin: .6rem 1rem .6rem 0; max-width: 100%; }
+figure img { max-width: 100%; height: auto; }
+figcaption { color: #444; }
+"""
+CAPTIONS = {
+    "accuracy": "Accuracy over all classes learned so far; bands are one standard deviation.",
+    "matrices": "Accuracy on each task after each task, mean of the trials.",
+    "forgetting": "What each task lost between its best moment and the end.",
+    "parameters": "Trained parameters against final accuracy.",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The runs of one benchmark or of one sweep in it."""
+
+    title: str
+    tables: list[Table]
+    pictures: list[Path]
+    rows: list[dict[str, Any]]
+
+
+def write_report(runs: Sequence[FinishedRun], root: Path, out: Path) -> tuple[list[Part], Path]:
+    """Everything about the runs found below `root`; the page's path comes back, too."""
+    parts = []
+    for place, own in sorted(grouped(runs, lambda run: _place(run, root)).items()):
+        folder = out / "pictures" / place.replace("/", "-")
+        parts.append(_part(place, own, folder))
+    page = out / "index.html"
+    files = {
+        "report.md": _markdown(parts, out),
+        "report.tex": "\n".join(table.latex() for part in parts for table in part.tables),
+        page.name: _html(parts),
+    }
+    for part in parts:
+        files[f"{part.title.replace('/', '-')}.csv"] = tables.csv_text(part.rows)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomically(out / name, text.encode())
+    return parts, page
+
+
+def _place(run: FinishedRun, root: Path) -> str:
+    """Where a table's runs lie: root / place / row / trial (a sweep's: / row / value / trial)."""
+    table = run.folder.resolve().parents[1 if run.sweep is None else 2]
+    root = root.resolve()
+    if table != root and table.is_relative_to(root):
+        return table.relative_to(root).as_posix()
+    return str(run.config["name"]) if run.sweep is None else table.name
+
+
+def _part(title: str, runs: Sequence[FinishedRun], folder: Path) -> Part:
+    if runs[0].sweep is not None:
+        swept = sweep_rows(runs)
+        pictures = plots.sweep_pictures(runs, folder)
+        return Part(title, tables.sweep(swept), pictures, swept)
+    table = rows(runs)
+    pictures = plots.all_pictures(runs, folder)
+    return Part(title, tables.full(table, runs), pictures, table)
+
+
+def _markdown(parts: Sequence[Part], out: Path) -> str:
+    lines = []
+    for part in parts:
+        lines.append(f"# {part.title}\n")
+        lines += [f"## {table.title}\n\n{table.markdown()}" for table in part.tables]
+        lines += [
+            f"![{picture.stem}]({picture.relative_to(out).as_posix()})\n"
+            for picture in part.pictures
+        ]
+    return "\n".join(lines)
+
+
+def _html(parts: Sequence[Part]) -> str:
+    links, sections = [], []
+    for number, part in enumerate(parts):
+        title = html.escape(part.title)
+        links.append(f'<a href="#part-{number}">{title}</a>')
+        shown = "".join(f'<div class="wide">{table.html()}</div>\n' for table in part.tables)
+        pictures = "".join(_figure(picture) for picture in part.pictures)
+        sections.append(f'<h2 id="part-{number}">{title}</h2>\n{shown}{pictures}')
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>coda-prompt report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>coda-prompt report</h1>\n<nav>{''.join(links)}</nav>\n"
+        f"{''.join(sections)}\n</body>\n</html>\n"
+    )
+
+
+def _figure(picture: Path) -> str:
+    """The SVG inside the page, as an image so that its names cannot meet those of another."""
+    data = base64.b64encode(picture.with_suffix(".svg").read_bytes()).decode()
+    caption = html.escape(CAPTIONS.get(picture.stem, "Final accuracy against the swept values."))
+    return (
+        f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
+        f"<figcaption>{caption}</figcaption></figure>\n"
+    )

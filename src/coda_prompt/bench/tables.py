@@ -1,0 +1,253 @@
+"""What was measured, as tables for a terminal, Markdown, LaTeX, HTML and CSV."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table as RichTable
+
+from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number
+from coda_prompt.methods import describe
+
+Row = Mapping[str, Any]
+DASH = "-"
+
+SHORT = {
+    "A_N": "A_N %",
+    "F_paper": "F %",
+    "learning": "when learned %",
+    "own_classes": "own classes %",
+    "trained_parameters": "trained %",
+    "seconds": "seconds",
+}
+ACCURACY = {
+    "A_N": "A_N %",
+    "average_incremental": "mean of A_t %",
+    "learning": "when learned %",
+    "own_classes": "own classes %",
+    "F_paper": "F %",
+    "F_max": "F max %",
+}
+COST = {
+    "trained_parameters": "trained %",
+    "final_parameters": "final %",
+    "training_gmac": "G mult-adds, training",
+    "inference_gmac": "G mult-adds, inference",
+    "seconds": "seconds",
+    "memory_mib": "peak MiB",
+}
+DIGITS = {"training_gmac": 3, "inference_gmac": 3, "seconds": 0, "memory_mib": 0}
+LATEX = {
+    **{letter: f"\\{letter}" for letter in "%_&#{}$"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Heads and cells a person reads; the first column names the row."""
+
+    title: str
+    heads: Sequence[str]
+    cells: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [self.heads, ["---", *["---:"] * (len(self.heads) - 1)], *self.cells]
+        escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+        return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
+
+    def latex(self) -> str:
+        """A `tabular` with rules of the package booktabs."""
+        columns = "l" + "r" * (len(self.heads) - 1)
+        lines = [" & ".join(_latex(cell) for cell in line) + r" \\" for line in self.cells]
+        heads = " & ".join(_latex(head) for head in self.heads) + r" \\"
+        body = [r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"]
+        inner = "\n".join(body)
+        title = f"% {' '.join(self.title.split())}"
+        return f"{title}\n\\begin{{tabular}}{{{columns}}}\n{inner}\n\\end{{tabular}}\n"
+
+    def html(self) -> str:
+        heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
+        lines = "\n".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
+            for line in self.cells
+        )
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption>\n"
+            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}\n</tbody></table>\n"
+        )
+
+    def rich(self) -> RichTable:
+        shown = RichTable(title=self.title)
+        for number, head in enumerate(self.heads):
+            shown.add_column(head, no_wrap=number == 0)
+        for line in self.cells:
+            shown.add_row(*line)
+        return shown
+
+
+def short(rows: Sequence[Row], title: str) -> Table:
+    """What the end of a benchmark shows."""
+    heads = ["method", *SHORT.values(), f"A_N - {REFERENCE}"]
+    cells = [
+        [row["method"], *(cell(row, name) for name in SHORT), difference_cell(row)] for row in rows
+    ]
+    return Table(title, heads, cells)
+
+
+def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
+    """Every table of a benchmark."""
+    tables = [_accuracy(rows), _cost(rows)]
+    if any(row["published"] for row in rows):
+        tables.append(_beside_the_paper(rows))
+    return [*tables, _settings(runs)]
+
+
+def sweep(rows: Sequence[Row]) -> list[Table]:
+    """For each axis of a sweep, methods against values, and the best value of each."""
+    tables = []
+    for axis in dict.fromkeys(row["axis"] for row in rows):
+        own = [row for row in rows if row["axis"] == axis]
+        values = list(dict.fromkeys(json.dumps(row["value"]) for row in own))
+        if all(is_number(json.loads(value)) for value in values):
+            values.sort(key=lambda value: float(json.loads(value)))
+        lines = []
+        for method, field in dict.fromkeys((row["method"], row["field"]) for row in own):
+            line = {
+                json.dumps(row["value"]): row
+                for row in own
+                if (row["method"], row["field"]) == (method, field)
+            }
+            best = max(line, key=lambda value: line[value]["A_N"]["mean"])
+            cells = [cell(line[value], "A_N") if value in line else DASH for value in values]
+            lines.append([method, field, *cells, best if len(line) > 1 else DASH])
+        shown = [value.strip('"') for value in values]
+        tables.append(Table(f"A_N % by {axis}", ["method", "field", *shown, "best"], lines))
+    return tables
+
+
+def _accuracy(rows: Sequence[Row]) -> Table:
+    heads = ["method", "trials", *ACCURACY.values(), f"A_N - {REFERENCE} [95 %]"]
+    cells = [
+        [
+            row["method"],
+            str(row["trials"]),
+            *(cell(row, name) for name in ACCURACY),
+            difference_cell(row),
+        ]
+        for row in rows
+    ]
+    return Table("Accuracy and forgetting", heads, cells)
+
+
+def _cost(rows: Sequence[Row]) -> Table:
+    cells = [[row["method"], *(cell(row, name) for name in COST)] for row in rows]
+    return Table("What it cost, each run and image", ["method", *COST.values()], cells)
+
+
+def _beside_the_paper(rows: Sequence[Row]) -> Table:
+    heads = [
+        "method", "A_N %", "paper", "A_N - paper", "F %", "paper", "F - paper",
+        "trained / final %", "paper",
+    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        told = row["published"] or {}
+        line = [row["method"]]
+        for measured, key in (("A_N", "A"), ("F_paper", "F")):
+            mean, std = told.get(key, (None, None))
+            own = row[measured]["mean"]
+            line.append(cell(row, measured))
+            line.append(DASH if mean is None else _with_deviation(mean, std, 2))
+            line.append(DASH if None in (mean, own) else f"{own - mean:+.1f}")
+        shares = [row[name]["mean"] for name in ("trained_parameters", "final_parameters")]
+        line.append(" / ".join(f"{share:.1f}" for share in shares))
+        line.append(" / ".join(str(share) for share in told.get("params", ())) or DASH)
+        lines.append(line)
+    return Table("Beside the paper's numbers", heads, lines)
+
+
+def _settings(runs: Sequence[FinishedRun]) -> Table:
+    """What decided the numbers; options only where they are not the method's own."""
+    lines = []
+    for method, own in by_method(runs).items():
+        config = own[0].config
+        training = config["training"]
+        rate = training["learning_rate"]
+        changed = _changed_options(config)
+        lines.append(
+            [
+                method,
+                str(training["epochs"]),
+                str(training["batch_size"]),
+                "the method's" if rate is None else f"{rate:g}",
+                training["schedule"],
+                training["queries"],
+                ", ".join(f"{name}={value}" for name, value in changed.items()) or DASH,
+            ]
+        )
+    heads = ["method", "epochs", "batch", "learning rate", "schedule", "queries", "other options"]
+    return Table("Settings", heads, lines)
+
+
+def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    if ".py:" in config["implementation"]:
+        return dict(config["options"])  # a report runs no code of others
+    described = describe(config["implementation"])["options"]
+    defaults = {option["name"]: json.loads(json.dumps(option["default"])) for option in described}
+    return {name: value for name, value in config["options"].items() if value != defaults.get(name)}
+
+
+def cell(row: Row, name: str) -> str:
+    """`mean ± std`, or a dash where it was not measured."""
+    mean, std = row[name]["mean"], row[name]["std"]
+    if mean is None:
+        return DASH
+    return _with_deviation(mean, std if row["trials"] > 1 else None, DIGITS.get(name, 1))
+
+
+def difference_cell(row: Row) -> str:
+    found = row["difference"]
+    if found is None:
+        return DASH
+    interval = found["interval"]
+    reach = f" [{interval[0]:+.1f}, {interval[1]:+.1f}]" if interval else ""
+    return f"{found['mean']:+.1f}{reach}"
+
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Every number, unrounded, one line a row: `A_N.mean`, `A_N.std`, …"""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(name for line in flat for name in line))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _flat(row: Row, above: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        elif isinstance(value, list | tuple):
+            yield f"{above}{name}", " ".join(str(part) for part in value)
+        else:
+            yield f"{above}{name}", value
+
+
+def _with_deviation(mean: float, std: float | None, digits: int) -> str:
+    return f"{mean:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+
+
+def _latex(text: str) -> str:
+    return "".join(LATEX.get(letter, letter) for letter in text)

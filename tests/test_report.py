@@ -1,0 +1,427 @@
+"""`coda report` and `coda sweep`: every table and picture, from run folders alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from small import coda
+
+from coda_prompt.bench import cost, report, tables
+from coda_prompt.bench.config import load_benchmark, shipped
+from coda_prompt.bench.runner import Run, parameters, runs_of
+from coda_prompt.bench.sweep import load_sweep, sweep_runs
+from coda_prompt.errors import BadOption, CodaError, CorruptFile, UnknownName
+from coda_prompt.methods import METHODS
+from coda_prompt.model.vit import ViT, ViTConfig
+
+PICTURES = ("accuracy", "matrices", "forgetting", "parameters")
+
+
+@pytest.fixture(scope="module")
+def written(
+    tiny_runs: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    finished = coda("report", str(tiny_runs[0]), "-o", str(out))
+    assert finished.returncode == 0, finished.stderr
+    assert "Accuracy and forgetting" in finished.stdout
+    assert str(out / "index.html") in finished.stderr.replace("\n", "")
+    return out
+
+
+def test_every_form_of_the_tables_says_the_same(written: Path) -> None:
+    markdown = (written / "report.md").read_text()
+    latex = (written / "report.tex").read_text()
+    page = (written / "index.html").read_text()
+    lines = list(csv.DictReader(io.StringIO((written / "tiny.csv").read_text())))
+    assert [line["method"] for line in lines] == ["upper-bound", "coda-p", "ncm"]
+    for line in lines:
+        shown = f"{float(line['A_N.mean']):.1f} ± {float(line['A_N.std']):.1f}"
+        assert f"| {line['method']} | 2 | {shown} |" in markdown
+        assert f"{line['method']} & 2 & {shown.replace('±', '$' + chr(92) + 'pm$')} &" in latex
+        assert f"<td>{line['method']}</td><td>2</td><td>{shown}</td>" in page
+        for column in ("F_max.mean", "average_incremental.mean", "learning.mean"):
+            assert bool(line[column]) == (line["method"] != "upper-bound")
+        for column in (
+            "training_gmac.mean",
+            "inference_gmac.mean",
+            "memory_mib.mean",
+            "seconds.mean",
+        ):
+            assert float(line[column]) > 0
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 3
+    assert "%" not in re.sub(r"\\%", "", latex.split("\n", 1)[1].split("\\end{tabular}")[0])
+
+
+def test_every_picture_is_there_twice_and_inside_the_page(written: Path) -> None:
+    folder = written / "pictures" / "tiny"
+    for name in PICTURES:
+        assert Image.open(folder / f"{name}.png").size[0] > 600
+        root = xml.etree.ElementTree.parse(folder / f"{name}.svg").getroot()
+        assert root.tag.endswith("svg")
+    page = (written / "index.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == len(PICTURES)
+    assert "http://" not in page
+    assert "https://" not in page, "the page opens from disk, without a network"
+
+
+def test_an_interrupted_bench_gives_the_same_report_but_for_times(
+    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], written: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(tiny_runs[0] / "tiny", runs / "tiny")
+    for method, seed in (("coda-p", 1), ("ncm", 0)):  # as a kill between two runs leaves them
+        (runs / "tiny" / method / f"trial-{seed}" / "result.json").unlink()
+    assert coda("bench", str(tiny), "--out", str(runs), "--json").returncode == 0
+    again = tmp_path / "report"
+    assert coda("report", str(runs), "-o", str(again)).returncode == 0
+    for name in PICTURES:
+        for suffix in (".png", ".svg"):
+            file = f"pictures/tiny/{name}{suffix}"
+            assert (again / file).read_bytes() == (written / file).read_bytes()
+    for name in ("report.md", "report.tex"):
+        now, before = ((place / name).read_text().splitlines() for place in (again, written))
+        assert _without_times(now) == _without_times(before)
+
+
+def _without_times(lines: list[str]) -> list[str]:
+    """Without seconds and memory, the last two columns of the table of costs."""
+    separators = re.compile(r" [|&] ")
+    return [
+        " ".join(separators.split(line)[:-2]) if separators.findall(line)[6:] == [] else line
+        for line in lines
+    ]
+
+
+def test_a_report_reads_nothing_but_run_folders(
+    tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Without the benchmark's file, data and weights; of a row or of a table alone."""
+    for part in ("tiny", "tiny/coda-p"):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tiny_runs[0] / part, tmp_path / "copy")
+        finished = coda("report", "copy", "--json", cwd=tmp_path)
+        assert finished.returncode == 0, finished.stderr
+        rows = json.loads(finished.stdout)["parts"]["tiny"]
+        assert "coda-p" in [row["method"] for row in rows]
+
+
+def test_a_saved_benchmark_runs_again_from_its_file_alone(
+    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    saved = tiny_runs[0] / "tiny" / "benchmark.json"
+    original, loaded = load_benchmark(str(tiny)), load_benchmark(str(saved))
+    names = list(original.methods)
+    configs = [
+        [run.config for run in runs_of(benchmark, names, tmp_path)]
+        for benchmark in (original, loaded)
+    ]
+    assert configs[0] == configs[1]
+    again = coda("bench", str(saved), "--methods", "ncm", "--json", "--out", str(tmp_path))
+    (row,) = json.loads(again.stdout)["rows"]
+    before = next(row for row in tiny_runs[1]["rows"] if row["method"] == "ncm")
+    assert row["A_N"] == before["A_N"]
+
+
+@pytest.mark.parametrize("name", ["pocket", "imagenet-r-10", "cifar-100-10", "pocket-ablations"])
+@pytest.mark.parametrize("protocol", ["null", "paper", "release-2022"])
+def test_a_resolved_benchmark_is_the_same_benchmark(name: str, protocol: str) -> None:
+    benchmark = load_benchmark(name, [f"protocol={protocol}", "training.learning_rate=3e-5"])
+    names = list(benchmark.methods)
+    resolved = benchmark.resolved(names)
+    for run, same in zip(
+        runs_of(benchmark, names, Path("a")), runs_of(resolved, names, Path("a")), strict=True
+    ):
+        assert run.config == same.config
+
+
+# -- beside the paper
+
+
+def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0.5) -> Path:
+    """A run folder of a paper's preset, its parameters and operations counted on meta."""
+    benchmark = load_benchmark(benchmark_name)
+    (run, *_) = runs_of(benchmark, [row], tmp_path)
+    tasks = benchmark.stream.tasks or 1
+    sizes = [(benchmark.classes or 0) // tasks] * tasks
+    method = cost.grown(benchmark, row, ViTConfig(), sizes)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.json").write_text(json.dumps(run.config))
+    matrix = np.where(np.tri(tasks, dtype=bool), accuracy, np.nan)
+    held = [[None if np.isnan(value) else value for value in line] for line in matrix]
+    result = {
+        "matrix": held,
+        "own_classes": held,
+        "test_images": [10] * tasks,
+        "parameters": parameters(method, ViT(ViTConfig()).to("meta")),
+        "multiply_adds": cost.multiply_adds(benchmark, row, ViTConfig(), sizes)._asdict(),
+        "seconds": 1.0,
+        "peak_memory_bytes": 1,
+    }
+    (run.folder / "result.json").write_text(json.dumps(result))
+    return run.folder
+
+
+@pytest.mark.parametrize(
+    "row", ["ft", "lwf-mc", "l2p++", "deep-l2p++", "dualprompt", "coda-p-s", "coda-p"]
+)
+def test_parameters_in_the_report_equal_the_papers(row: str, tmp_path: Path) -> None:
+    paper_run("imagenet-r-10", row, tmp_path)
+    (line,) = report.rows(report.read_runs(tmp_path))
+    shares = [round(line[name]["mean"], 1) for name in ("trained_parameters", "final_parameters")]
+    assert shares == line["published"]["params"]
+
+
+def test_published_numbers_stand_beside_measured_ones(tmp_path: Path) -> None:
+    for row, accuracy in (("coda-p", 0.76), ("dualprompt", 0.70)):
+        paper_run("imagenet-r-10", row, tmp_path, accuracy)
+    runs = report.read_runs(tmp_path)
+    found = next(t for t in tables.full(report.rows(runs), runs) if "paper" in t.title)
+    lines = {line[0]: line[1:] for line in found.cells}
+    assert lines["coda-p"] == ["76.0", "75.45 ± 0.56", "+0.5", "0.0", "1.64 ± 0.10", "-1.6",
+                               "4.6 / 104.6", "4.6 / 104.6"]  # fmt: skip
+    assert lines["dualprompt"][1:3] == ["71.32 ± 0.62", "-1.3"]
+
+
+def test_every_published_row_has_a_preset_with_that_row() -> None:
+    for name in ("imagenet-r-5", "imagenet-r-10", "imagenet-r-20", "cifar-100-10", "domainnet-5",
+                 "imagenet-r-dual-shift", "imagenet-r-10-ablations"):  # fmt: skip
+        assert report.published(name), name
+        assert set(report.published(name)) <= set(load_benchmark(name).methods)
+
+
+def test_ablations_differ_from_coda_p_in_one_option() -> None:
+    for name in ("imagenet-r-10-ablations", "pocket-ablations"):
+        benchmark = load_benchmark(name)
+        runs = {
+            run.method: run.config for run in runs_of(benchmark, list(benchmark.methods), Path())
+        }
+        whole = runs.pop("coda-p")
+        changed = {
+            row: {
+                key for key in whole["options"] if config["options"][key] != whole["options"][key]
+            }
+            for row, config in runs.items()
+        }
+        assert changed == {
+            f"without-{part}": {part} for part in ("attention", "freezing", "orthogonality")
+        }
+        assert all(config["training"] == whole["training"] for config in runs.values())
+
+
+# -- operations
+
+
+def test_counted_operations_of_the_paper_s_backbone() -> None:
+    """ViT-B/16 at 224 px, the class token alone in the last block: worked out by hand."""
+    tokens, width = 197, 768
+    block = tokens * (4 + 8) * width**2 + 2 * tokens**2 * width
+    last = tokens * 2 * width**2 + (2 + 8) * width**2 + 2 * tokens * width
+    forward = 196 * 768 * width + 11 * block + last
+    benchmark = load_benchmark("imagenet-r-10")
+    counted = {
+        row: cost.multiply_adds(benchmark, row, ViTConfig(), [20] * 10) for row in benchmark.methods
+    }
+    assert set(counted) == set(METHODS)
+    assert counted["ncm"].training == pytest.approx(forward, rel=1e-6)
+    assert counted["ft"].inference == pytest.approx(forward, rel=1e-4)
+    assert counted["coda-p"].inference == pytest.approx(2 * forward, rel=2e-3)
+    assert counted["coda-p"].training == pytest.approx(3 * forward, rel=0.02)
+    assert counted["ft"].training == pytest.approx(3 * forward, rel=0.02)
+    assert counted["lwf-mc"].training == pytest.approx(4 * forward, rel=0.02)
+    cached = load_benchmark("imagenet-r-10", ["training.queries=cached"])
+    saved = (
+        counted["coda-p"].training
+        - cost.multiply_adds(cached, "coda-p", ViTConfig(), [20] * 10).training
+    )
+    assert saved == pytest.approx(forward * (1 - 1 / 50), rel=1e-3)
+
+
+# -- sweeps
+
+
+def test_a_sweep_runs_draws_and_reports(tiny: Path, tmp_path: Path) -> None:
+    finished = coda(
+        "sweep", "options.components", str(tiny), "--values", "3,6,60", "--trials", "2",
+        "--out", str(tmp_path / "runs"),
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert "A_N % by options.components" in finished.stdout
+    home = tmp_path / "runs" / "tiny" / "sweep-options.components"
+    assert (home / "sweep.png").exists()
+    assert (home / "sweep.svg").exists()
+    values = sorted(path.name for path in (home / "coda-p").iterdir())
+    assert values == [f"options.components={value}" for value in (3, 6, 60)]
+    config = json.loads((home / "coda-p" / values[0] / "trial-1" / "config.json").read_text())
+    assert config["options"]["components"] == 3
+    assert config["training"]["seed"] == 1
+    shown = coda("report", str(tmp_path / "runs"), "-o", str(tmp_path / "report"), "--json")
+    (rows,) = json.loads(shown.stdout)["parts"].values()
+    assert [row["value"] for row in rows] == [3, 6, 60]
+    assert all(row["trials"] == 2 for row in rows)
+    again = coda(
+        "sweep", "options.components", str(tiny), "--values", "3,6,60", "--trials", "2", "--json",
+        "--out", str(tmp_path / "runs"),
+    )  # fmt: skip
+    assert [row["A_N"] for row in json.loads(again.stdout)["rows"]] == [r["A_N"] for r in rows]
+
+
+def test_a_field_of_the_benchmark_is_swept_for_all_its_data(tiny: Path, tmp_path: Path) -> None:
+    sweep = load_sweep("stream.tasks", str(tiny), ["ncm", "coda-p"], "1,2,3")
+    runs = sweep_runs(sweep, [], tmp_path)
+    assert len(runs) == 2 * 3 * 2
+    assert [run.benchmark.stream.tasks for run in runs if run.seed == 0] == [1, 2, 3] * 2
+    assert len({run.folder for run in runs}) == len(runs)
+
+
+def test_the_paper_s_figures_and_its_search() -> None:
+    assert shipped("sweeps") == ["components", "length", "tuning"]
+    components = points("components")
+    assert components["coda-p", "options.components"] == [5, 10, 20, 50, 100, 200, 500]
+    assert components["l2p++", "options.pool"] == [5, 10, 20, 50, 100, 200, 500]
+    assert components["dualprompt", "stream.tasks"] == [5]
+    lengths = points("length")
+    assert {values[0] for values in lengths.values()} == {4}
+    assert {values[-1] for values in lengths.values()} == {40}
+    tuning = points("tuning")
+    rates = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2]
+    trained = [name for name in METHODS if name not in ("ncm", "ranpac")]
+    assert [tuning[name, "training.learning_rate"] for name in trained] == [rates] * 10
+    decades = [10.0**power for power in range(-6, 3)]
+    assert tuning["coda-p", "options.orthogonality_weight"] == pytest.approx(decades)
+
+
+def points(name: str) -> dict[tuple[str, str], list[Any]]:
+    sweep = load_sweep(name, None, [], "")
+    found: dict[tuple[str, str], list[Any]] = {}
+    for run in sweep_runs(sweep, [], Path()):
+        assert run.benchmark.stream.validation
+        assert run.benchmark.name in ("imagenet-r-5", "imagenet-r-10")
+        assert isinstance(run, Run)
+        assert run.point is not None
+        if run.seed == 0:
+            found.setdefault((run.method, run.point.field), []).append(run.point.value)
+    return found
+
+
+def test_a_sweep_has_fewer_points_on_pocket() -> None:
+    runs = sweep_runs(load_sweep("components", "pocket", [], ""), [], Path())
+    assert {run.benchmark.name for run in runs} == {"pocket"}
+    assert len(runs) == 3 * (4 + 4 + 1)
+    some = sweep_runs(load_sweep("length", "pocket", ["coda-p"], ""), ["trials=1"], Path())
+    assert [run.benchmark.method_config("coda-p").length for run in some] == [4, 8, 20, 40]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (("componets", None, [], ""), UnknownName, "Did you mean 'components'"),
+        (("options.length", None, [], ""), BadOption, "say which values"),
+        (("components", None, ["ft"], ""), UnknownName, "method in sweep components"),
+        (("components", None, [], "1,2"), BadOption, "several fields"),
+        (("options.length", "pocket", ["coda-p"], "[4"), BadOption, "is not a value"),
+    ],
+)
+def test_a_wrong_sweep_is_named(
+    arguments: tuple[str, str | None, list[str], str], kind: type[CodaError], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        load_sweep(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("options.lengh", "pocket", ["coda-p"], "4"), "Did you mean 'length'"),
+        (("options.length", "pocket", ["coda"], "4"), "Did you mean 'coda-p'"),
+        (("training.epochs", "pocket", ["coda-p"], "0"), "epochs"),
+        (("strenght", "pocket", ["coda-p"], "1"), "Did you mean 'strength'"),
+    ],
+)
+def test_a_wrong_field_or_value_is_named(
+    arguments: tuple[str, str, list[str], str], message: str
+) -> None:
+    with pytest.raises(CodaError, match=message):
+        sweep_runs(load_sweep(*arguments), [], Path())
+
+
+# -- bad run folders and files
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("result.json", "{"),
+        ("result.json", "[]"),
+        ("result.json", "{}"),
+        ("config.json", "{}"),
+        ("config.json", '{"method": "ncm"}'),
+    ],
+)
+def test_a_broken_run_folder_is_named(
+    file: str, content: str, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "ncm" / "trial-0"
+    shutil.copytree(tiny_runs[0] / "tiny" / "ncm" / "trial-0", folder)
+    (folder / file).write_text(content)
+    with pytest.raises(CorruptFile, match="trial-0"):
+        report.read_runs(tmp_path)
+
+
+def test_other_data_or_weights_in_one_table_are_refused(
+    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(tiny_runs[0] / "tiny", runs / "tiny")
+    place = runs / "tiny" / "coda-p" / "trial-0" / "environment.json"
+    changed = json.loads(place.read_text())
+    changed["data"]["sha256"] = "0" * 64
+    place.write_text(json.dumps(changed))
+    (runs / "tiny" / "ncm" / "trial-0" / "result.json").unlink()
+    finished = coda("bench", str(tiny), "--out", str(runs))
+    assert finished.returncode == 2
+    assert "data sha256" in finished.stderr.replace("\n", " ")
+    assert "Traceback" not in finished.stderr
+
+
+def test_two_methods_with_one_name_are_refused(tmp_path: Path) -> None:
+    twice = tmp_path / "twice.yaml"
+    twice.write_text("like: pocket\nname: twice\nmethods:\n  coda-p: {}\n  coda-p: {}\n")
+    finished = coda("bench", str(twice), "--dry-run")
+    assert finished.returncode == 2
+    assert "'coda-p' is there twice" in finished.stderr
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text(
+            "from coda_prompt.methods import Method\nclass Mine(Method):\n    pass\n"
+        )
+    both = f"{tmp_path}/a.py:Mine,{tmp_path}/b.py:Mine"
+    finished = coda("bench", "pocket", "--methods", both, "--dry-run")
+    assert finished.returncode == 2
+    assert "would be one row" in finished.stderr
+
+
+def test_tensorboard_files_are_written_where_asked(tiny: Path, tmp_path: Path) -> None:
+    finished = coda(
+        "bench", str(tiny), "--methods", "coda-p", "--trials", "1", "--tensorboard", "--json",
+        "--out", str(tmp_path),
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    folder = tmp_path / "tiny" / "coda-p" / "trial-0" / "tensorboard"
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    assert {"loss", "accuracy/mean", "accuracy/task 1"} <= set(events.Tags()["scalars"])
+    result = json.loads((folder.parent / "result.json").read_text())
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
+        [value for task in result["losses"] for value in task], rel=1e-5
+    )
