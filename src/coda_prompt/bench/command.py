@@ -21,6 +21,8 @@ from coda_prompt.errors import BadOption
 SAVED = "benchmark.json"
 """The resolved benchmark beside its runs; `coda bench` takes it as it takes a preset."""
 
+WIDE = 240
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -48,7 +50,7 @@ def bench(name: str, chosen: str, overrides: Sequence[Override], manner: Manner)
         return
     pictures = plots.all_pictures(finished, folder)
     title = f"{benchmark.name}: {benchmark.description}"
-    Console().print(tables.short(table, title).rich())
+    _output().print(tables.short(table, title).rich())
     Console(stderr=True).print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
@@ -73,7 +75,7 @@ def sweep(
     folder = runs[0].folder.parents[2]
     pictures = plots.sweep_pictures(finished, folder)
     for table in tables.sweep(rows):
-        Console().print(table.rich())
+        _output().print(table.rich())
     Console(stderr=True).print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
@@ -83,7 +85,7 @@ def write_report(folder: Path, out: Path, *, as_json: bool) -> None:
     if as_json:
         _print_json({"parts": {part.title: part.rows for part in parts}})
         return
-    console = Console()
+    console = _output()
     for part in parts:
         console.rule(part.title)
         for table in part.tables:
@@ -130,6 +132,12 @@ def _methods(benchmark: Benchmark, chosen: str) -> list[str]:
 
 def _split(chosen: str) -> list[str]:
     return [name.strip() for name in chosen.split(",") if name.strip()]
+
+
+def _output() -> Console:
+    """Standard output; a file or a pipe gets lines as long as they need to be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDE)
 
 
 def _print_json(content: object) -> None:

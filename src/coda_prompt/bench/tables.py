@@ -42,6 +42,8 @@ COST = {
     "seconds": "seconds",
     "memory_mib": "peak MiB",
 }
+FIXED = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
+"""The same in every trial."""
 DIGITS = {"training_gmac": 3, "inference_gmac": 3, "seconds": 0, "memory_mib": 0}
 LATEX = {
     **{letter: f"\\{letter}" for letter in "%_&#{}$"},
@@ -89,7 +91,7 @@ class Table:
     def rich(self) -> RichTable:
         shown = RichTable(title=self.title)
         for number, head in enumerate(self.heads):
-            shown.add_column(head, no_wrap=number == 0)
+            shown.add_column(head, no_wrap=number == 0, overflow="fold")
         for line in self.cells:
             shown.add_row(*line)
         return shown
@@ -212,7 +214,8 @@ def cell(row: Row, name: str) -> str:
     mean, std = row[name]["mean"], row[name]["std"]
     if mean is None:
         return DASH
-    return _with_deviation(mean, std if row["trials"] > 1 else None, DIGITS.get(name, 1))
+    varies = row["trials"] > 1 and name not in FIXED
+    return _with_deviation(mean, std if varies else None, DIGITS.get(name, 1))
 
 
 def difference_cell(row: Row) -> str:

@@ -1,0 +1,80 @@
+"""How many GPU-hours each table of the paper takes, from counted operations.
+
+    python tools/gpu_hours.py --teraflops 10
+
+Two operations for each multiply-add of training (every image once an epoch) and of testing (after
+each task all test images so far), divided by what the GPU sustains. Queries are computed in every
+step, as the paper does; `--set training.queries=cached` saves nearly a third of a prompt method.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from coda_prompt import methods
+from coda_prompt.bench.config import Benchmark, load_benchmark
+from coda_prompt.bench.cost import multiply_adds
+from coda_prompt.bench.sweep import load_sweep, sweep_runs
+from coda_prompt.model.vit import ViTConfig
+
+IMAGES = {  # train, test
+    "imagenet-r": (24_000, 6_000),
+    "cifar-100": (50_000, 10_000),
+    "domainnet": (409_832, 176_743),
+}
+TABLES = (
+    "imagenet-r-5", "imagenet-r-10", "imagenet-r-20", "imagenet-r-dual-shift", "cifar-100-10",
+    "domainnet-5", "imagenet-r-10-ablations",
+)  # fmt: skip
+TYPES = 15  # of ImageNet-R's images, of which the dual shift removes some
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--teraflops", type=float, default=10, help="what the GPU sustains")
+    seconds_per_operation = 1 / (parser.parse_args().teraflops * 1e12)
+    names = list(load_benchmark("imagenet-r-10").methods)
+    print("| table or figure | trials | " + " | ".join(names) + " | all |")
+    print("|---" * (len(names) + 3) + "|")
+    for table in TABLES:
+        benchmark = load_benchmark(table)
+        hours = {
+            row: operations(benchmark, row) * benchmark.trials * seconds_per_operation / 3600
+            for row in benchmark.methods
+        }
+        cells = [f"{hours[name]:.1f}" if name in hours else "-" for name in names]
+        print(
+            f"| `{table}` | {benchmark.trials} | {' | '.join(cells)} | {sum(hours.values()):.0f} |"
+        )
+    for figure in ("components", "length", "tuning"):
+        runs = sweep_runs(load_sweep(figure, None, [], ""), [], Path())
+        found = dict.fromkeys(names, 0.0)
+        for run in runs:
+            found[run.method] += (
+                operations(run.benchmark, run.method) * seconds_per_operation / 3600
+            )
+        cells = [f"{hours:.1f}" if hours else "-" for hours in found.values()]
+        trials = runs[0].benchmark.trials
+        print(f"| `{figure}` | {trials} | {' | '.join(cells)} | {sum(found.values()):.0f} |")
+
+
+def operations(benchmark: Benchmark, row: str) -> float:
+    """Of one trial of one row."""
+    tasks = benchmark.stream.tasks or 1
+    train, test = IMAGES[benchmark.source]
+    if benchmark.stream.validation:
+        train, test = train * 4 // 5, train // 5
+    train = train * (TYPES - benchmark.stream.remove_domains) // TYPES
+    sizes = [(benchmark.classes or tasks) // tasks] * tasks
+    each = multiply_adds(benchmark, row, ViTConfig(), sizes)
+    kind = methods.find(benchmark.method_of(row)).type
+    passes: float = 1 if kind.closed_form else benchmark.method_training(row, 0).epochs
+    if kind.keeps_images:  # as many images again in every task but the first
+        passes *= 2 - 1 / tasks
+    tested = test if kind.trains_on == "all" else test * (tasks + 1) / 2
+    return 2 * (passes * train * each.training + tested * each.inference)
+
+
+if __name__ == "__main__":
+    main()
