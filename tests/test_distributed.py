@@ -15,7 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-NAMES = ["coda-p", "coda-p-s", "l2p++", "dualprompt", "ft++", "lwf-mc", "er-5000", "ncm", "ranpac"]
+NAMES = [
+    "coda-p",
+    "coda-p-s",
+    "l2p++",
+    "dualprompt",
+    "ft++",
+    "lwf-mc",
+    "er-5000",
+    "ncm",
+    "ranpac",
+    "coda-p-ranpac",
+]
 TRAINED = NAMES[:-2]
 PRECISIONS = ["32-true", "64-true"]
 

@@ -11,7 +11,7 @@ import torch
 from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 
 from coda_prompt import methods
-from coda_prompt.data.stream import cut
+from coda_prompt.data.stream import Task, cut
 from coda_prompt.errors import (
     BadMethod,
     BadOption,
@@ -22,6 +22,7 @@ from coda_prompt.errors import (
     WrongRows,
 )
 from coda_prompt.training.engine import Engine, Training
+from coda_prompt.training.loading import batches
 
 OF_THE_PAPER = {
     "upper-bound",
@@ -38,7 +39,7 @@ OF_THE_PAPER = {
 
 
 def test_every_method_of_the_paper_and_two_yardsticks_are_there() -> None:
-    assert set(methods.METHODS) == OF_THE_PAPER | {"ncm", "ranpac"}
+    assert set(methods.METHODS) == OF_THE_PAPER | {"ncm", "ranpac", "coda-p-ranpac"}
 
 
 @pytest.mark.parametrize(
@@ -215,12 +216,12 @@ def test_ranpac_is_ridge_regression_on_all_images_so_far() -> None:
         method.begin_task(brief(method, new=2, known=known))
         method.fit(queries[part], labels[part])
         method.end_task()
-    assert float(method.ridge) == 3.0
-    hidden = method.hidden(queries).double()
+    assert float(method.statistics.ridge) == 3.0
+    hidden = method.statistics.hidden(queries).double()
     targets = torch.nn.functional.one_hot(labels).double()
     damped = hidden.T @ hidden + 3.0 * torch.eye(24, dtype=torch.float64)
     expected = torch.linalg.solve(damped, hidden.T @ targets)
-    torch.testing.assert_close(method.weight.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(method.statistics.weight.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_ranpac_chooses_its_ridge_on_a_held_out_fifth() -> None:
@@ -234,7 +235,7 @@ def test_ranpac_chooses_its_ridge_on_a_held_out_fifth() -> None:
         method = methods.make("ranpac", tiny_vit())
         method.begin_task(brief(method, new=2))
         method.fit(queries, labels)
-        chosen[kind] = float(method.ridge)
+        chosen[kind] = float(method.statistics.ridge)
     assert chosen["noise"] > 10 * chosen["clusters"]
 
 
@@ -248,7 +249,7 @@ def test_ranpac_does_not_care_in_which_order_images_come(order: str) -> None:
     method = methods.make("ranpac", tiny_vit())
     method.begin_task(brief(method, new=5))
     method.fit(queries, labels)
-    assert float(method.ridge) < 1e5
+    assert float(method.statistics.ridge) < 1e5
     fresh = centres[labels] + torch.randn(100, 32, generator=generator)
     assert (method.scores(fresh).argmax(dim=1) == labels).float().mean() > 0.95
 
@@ -260,12 +261,59 @@ def test_ranpac_says_when_a_ridge_is_below_what_its_statistics_resolve(
     method.begin_task(brief(method, new=2))
     with caplog.at_level("INFO"):
         method.fit(torch.randn(20, 32), torch.arange(20) % 2)
-    assert float(method.ridge) > 1e-9
+    assert float(method.statistics.ridge) > 1e-9
     assert "raised" in caplog.text
 
 
 def test_ranpac_is_wide_but_bounded() -> None:
-    assert methods.make("ranpac", tiny_vit()).projected == 16 * 32
+    assert methods.make("ranpac", tiny_vit()).statistics.projected == 16 * 32
+
+
+def test_the_gram_matrix_is_kept_as_a_triangle() -> None:
+    method = methods.make("ranpac", tiny_vit(), width=24, ridge=3.0)
+    method.begin_task(brief(method, new=2))
+    queries = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    method.fit(queries, torch.arange(20) % 2)
+    hidden = method.statistics.hidden(queries)
+    gram = hidden.T @ hidden
+    rows, columns = torch.triu_indices(24, 24)
+    torch.testing.assert_close(method.statistics.gram, gram[rows, columns])
+    torch.testing.assert_close(method.statistics._unpacked(), gram)
+
+
+def test_coda_with_ranpac_s_classifier_adapts_in_the_first_task_only() -> None:
+    """After it, it is RanPAC on prompted features, whatever comes."""
+    source = patterns(6, train=8)
+    tasks = cut(source, tasks=3, seed=0).tasks
+    method = methods.make("coda-p-ranpac", tiny_vit(), components=4, width=64, ridge=1.0)
+    driver = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
+    assert len(driver.learn(method, tasks[0])) == 2
+    prompts = {kind: getattr(method, kind).clone() for kind in method.kinds}
+    assert prompts["components"].shape[1] > 0
+    for task in tasks[1:]:
+        assert driver.learn(method, task) == [], "nothing trains"
+    for kind, before in prompts.items():
+        assert torch.equal(getattr(method, kind), before)
+    images = torch.stack([view for view, _, _ in _views(tasks)])
+    labels = torch.tensor([label for _, label, _ in _views(tasks)])
+    with torch.no_grad():
+        features = method.features(images, method.queries(images))
+    hidden = method.statistics.hidden(features).double()
+    targets = torch.nn.functional.one_hot(labels).double()
+    damped = hidden.T @ hidden + torch.eye(64, dtype=torch.float64)
+    expected = hidden @ torch.linalg.solve(damped, hidden.T @ targets)
+    torch.testing.assert_close(method.logits(images).double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def _views(tasks: tuple[Task, ...]) -> list[tuple[torch.Tensor, int, int]]:
+    found = []
+    for task in tasks:
+        order = [list(range(len(task.train)))]
+        (batch,) = batches(task.train, PLAIN_VIEWS, order)
+        found += list(
+            zip(batch.images, batch.labels.tolist(), batch.positions.tolist(), strict=True)
+        )
+    return found
 
 
 def test_nearest_class_mean_is_the_cosine_to_the_mean_of_all_images_so_far() -> None:

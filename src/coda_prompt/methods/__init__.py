@@ -18,6 +18,7 @@ from coda_prompt.errors import BadMethod, UnknownName
 from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief, TrainedMethod
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.methods.coda_ranpac import CodaRanPAC
 from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
 from coda_prompt.methods.l2p import L2P
@@ -63,6 +64,7 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             CodaPrompt,
             NearestClassMean,
             RanPAC,
+            CodaRanPAC,
         )
         for name, options in method.variants.items()
     }

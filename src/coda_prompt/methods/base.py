@@ -2,8 +2,8 @@
 
 The engine drives a method and is the only one that knows files, devices and optimizers:
 
-    begin_task(brief) -> steps on loss(images, labels, queries), or one fit(queries, labels)
-    -> end_task()
+    begin_task(brief) -> steps on loss(images, labels, queries), where something is trainable
+    -> one fit(features, labels), where it `fits` -> end_task()
 
 Between tasks everything learned lies in buffers; within a task what is being learned is a
 parameter beside them. Class labels are rows: the k-th class ever seen has label k.
@@ -92,7 +92,9 @@ class Method(nn.Module):
     keeps_images: ClassVar[bool] = False
     """Whether images of past tasks are needed again."""
     closed_form: ClassVar[bool] = False
-    """Whether it learns by `fit` from all queries of a task instead of by gradients."""
+    """Whether it learns by `fit` alone, without gradients."""
+    fits: ClassVar[bool] = False
+    """Whether a task ends with `fit` on the features of all its images, un-augmented."""
     learning_rate: ClassVar[float] = 1e-3
     """What the paper trains this family with (SPEC 5)."""
     frozen_backbone: ClassVar[bool] = True
@@ -142,8 +144,8 @@ class Method(nn.Module):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def fit(self, queries: Tensor, labels: Tensor) -> None:
-        """Learn a task from all its queries at once; only methods without gradients do."""
+    def fit(self, features: Tensor, labels: Tensor) -> None:
+        """Learn from all features of a task at once; only where `fits` says so."""
 
     def replay(self, count: int, generator: torch.Generator) -> Tensor:
         """(task, image) of each past image to train on in this epoch, n x 2; most have none."""

@@ -182,11 +182,11 @@ class Engine:
                 means = self._class_means(method, task.train, classes)
             method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
             losses: list[float] = []
-            if method.closed_form:
-                table = self.queries.table(method, task.train)
-                method.fit(table, labels.to(table.device))
-            elif method.trainable_parameters():
+            if method.trainable_parameters():
                 losses = self._train(method, task.train, past, index, tasks or index + 1)
+            if method.fits:
+                table = self._feature_table(method, task.train)
+                method.fit(table, labels.to(table.device))
             method.end_task()
         except BaseException:
             before.restore()
@@ -311,15 +311,18 @@ class Engine:
         return over_all / len(samples), among_own / len(samples)
 
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
-        def features(batch: Batch) -> Tensor:
-            return method.features(batch.images, self.queries.of(method, batch, samples))
-
-        table = self._table(samples, features)
+        table = self._feature_table(method, samples)
         labels = torch.from_numpy(np.asarray(samples.labels)).to(table.device)
         rows = torch.searchsorted(torch.tensor(classes, device=table.device), labels)
         sums = table.new_zeros(len(classes), table.shape[1]).index_add(0, rows, table)
         counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
         return sums / counts[:, None]
+
+    def _feature_table(self, method: Method, samples: Samples) -> Tensor:
+        def features(batch: Batch) -> Tensor:
+            return method.features(batch.images, self.queries.of(method, batch, samples))
+
+        return self._table(samples, features)
 
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda batch: method.queries(batch.images))

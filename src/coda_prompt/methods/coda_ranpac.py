@@ -1,0 +1,77 @@
+"""CODA-P's prompts with RanPAC's classifier: adapt once to the data at hand, then never forget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
+from coda_prompt.methods.closedform import projection_seed, random_ridge
+from coda_prompt.methods.coda import CodaConfig, CodaPrompt
+from coda_prompt.methods.options import STRICT
+from coda_prompt.model.vit import ViT
+
+
+@dataclass(frozen=True, config=STRICT)
+class CodaRanPACConfig(CodaConfig):
+    """Options of CODA-P with RanPAC's classifier."""
+
+    width: int | None = Field(default=None, ge=1)
+    """Random features; None: 16 per feature of the backbone, at most 10,000."""
+    ridge: float | None = Field(default=None, gt=0)
+    """Ridge parameter; None: chosen anew in each task on a held-out fifth of its images."""
+
+
+class CodaRanPAC(CodaPrompt):
+    """CODA-P's prompts, learned in the first task (of several classes), with RanPAC's classifier.
+
+    Prompts that went on changing would make the sums of older classes stale. The linear head only
+    serves the training of the prompts.
+    """
+
+    Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
+    variants = MappingProxyType({"coda-p-ranpac": {}})
+    fits = True
+    grows: ClassVar[Mapping[str, int]] = {
+        **CodaPrompt.grows,
+        "statistics.sums": 1,
+        "statistics.weight": 1,
+    }
+
+    def __init__(self, backbone: ViT, config: CodaRanPACConfig) -> None:
+        super().__init__(backbone, config)
+        self.statistics = random_ridge(backbone, config.width, config.ridge)
+
+    def wants_class_means(self, classes: tuple[int, ...]) -> bool:
+        return False
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        self.statistics.grow(self.classes_seen, projection_seed(brief))
+        if self.new_components is None:
+            self.head.close()
+
+    def fit(self, features: Tensor, labels: Tensor) -> None:
+        self.statistics.fit(features, labels, len(self.task_sizes))
+
+    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
+        queries = self.queries(images) if queries is None else queries
+        return self.statistics(self.features(images, queries))
+
+    def parameter_count(self) -> ParameterCount:
+        prompts = sum(getattr(self, kind).numel() for kind in self.kinds)
+        return ParameterCount(prompts, self.statistics.sums.numel())
+
+    def _learns_prompts(self, brief: TaskBrief) -> bool:
+        """Once, and before there are sums that other features would not fit."""
+        unused = not self.statistics.classes
+        return unused and super()._learns_prompts(brief)
+
+    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
+        classes = {state[f"statistics.{name}"].shape[1] for name in ("sums", "weight")}
+        return super()._sizes_agree(state) and classes == {int(state["task_sizes"].sum())}

@@ -1,0 +1,131 @@
+"""A classifier in closed form: ridge regression on random features, from running sums.
+
+After RanPAC (McDonnell et al. 2023): h = ReLU(f W), G += h^T h, C += h^T onehot(y),
+scores = h (G + lambda I)^-1 C. Sums do not care in which order classes come: it cannot forget.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_prompt.methods.base import full_precision
+from coda_prompt.seeding import keyed_generator
+
+log = logging.getLogger(__name__)
+
+RIDGES = tuple(10.0**power for power in range(-4, 9))
+MOST_FOR_RIDGE = 4000
+"""Images the ridge parameter is chosen on at the most: its cost is cubic in them."""
+FEWEST_FOR_RIDGE = 10
+
+
+class RandomRidge(nn.Module):
+    """The statistics of all classes seen, and the map they give."""
+
+    seed: Tensor
+    gram: Tensor
+    sums: Tensor
+    weight: Tensor
+    ridge: Tensor
+
+    def __init__(self, width: int, projected: int, ridge: float | None) -> None:
+        super().__init__()
+        self.width, self.projected, self.fixed_ridge = width, projected, ridge
+        self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
+        # A symmetric matrix, the rows of its upper triangle one after another.
+        self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
+        self.register_buffer("sums", torch.zeros(projected, 0))
+        self.register_buffer("weight", torch.zeros(projected, 0))
+        self.register_buffer("ridge", torch.tensor(ridge or 1e2))
+        self._projection: tuple[int, Tensor] | None = None
+
+    @property
+    def classes(self) -> int:
+        return self.sums.shape[1]
+
+    def grow(self, classes: int, seed: int) -> None:
+        """Make room up to so many classes; the first seed counts."""
+        if not self.classes:
+            self.seed = self.seed.new_tensor(seed)
+        self.sums = F.pad(self.sums, (0, classes - self.classes))
+        self.weight = F.pad(self.weight, (0, classes - self.weight.shape[1]))
+
+    def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
+        """Add these images to the sums and solve again."""
+        if self.fixed_ridge is None and len(labels) >= FEWEST_FOR_RIDGE:
+            self.ridge = self.ridge.new_tensor(self._best_ridge(features, labels, task))
+        gram, sums = self._unpacked(), self.sums
+        for part, part_labels in zip(features.split(4096), labels.split(4096), strict=True):
+            hidden = self.hidden(part).to(gram.dtype)
+            gram = gram + hidden.T @ hidden
+            sums = sums.index_add(1, part_labels, hidden.T)
+        self.gram = torch.cat([row[place:] for place, row in enumerate(gram)])
+        self.sums = sums
+        # On the CPU in float64, which not every accelerator has.
+        damped = gram.to("cpu", torch.float64, copy=True)
+        # Below this the rounding of a float32 Gram matrix outweighs the ridge.
+        least = 1e-6 * float(damped.trace())
+        if float(self.ridge) < least:
+            log.warning(
+                "ridge %g is raised to %g, the least that float32 resolves", self.ridge, least
+            )
+            self.ridge = self.ridge.new_tensor(least)
+        damped.diagonal().add_(float(self.ridge))
+        solved = torch.cholesky_solve(sums.cpu().double(), torch.linalg.cholesky(damped))
+        self.weight = solved.to(self.weight).contiguous()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores, B x classes."""
+        hidden = self.hidden(features)
+        with full_precision(features.device):
+            return hidden @ self.weight
+
+    def hidden(self, features: Tensor) -> Tensor:
+        """h = ReLU(f W), n x projected."""
+        with full_precision(features.device):
+            features = features.to(self.weight.dtype)
+            return F.relu(features @ self.projection(features))
+
+    def projection(self, like: Tensor) -> Tensor:
+        """W, made again from its seed instead of being stored: NumPy froze this generator."""
+        seed, held = int(self.seed), self._projection
+        if held is None or held[0] != seed or held[1].device != like.device:
+            shape = (self.width, self.projected)
+            drawn = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+            held = self._projection = (seed, torch.from_numpy(drawn).to(like.device))
+        return held[1].to(like.dtype)
+
+    def _unpacked(self) -> Tensor:
+        gram = self.gram.new_zeros(self.projected, self.projected)
+        start = 0
+        for place in range(self.projected):
+            count = self.projected - place
+            gram[place, place:] = self.gram[start : start + count]
+            start += count
+        return gram + gram.triu(1).T
+
+    def _best_ridge(self, features: Tensor, labels: Tensor, task: int) -> float:
+        """The ridge with the least squared error on a random fifth, learned from the others.
+
+        In the dual form one eigendecomposition, n x n, serves all candidates.
+        """
+        generator = keyed_generator(int(self.seed), task, "held out")
+        chosen = torch.randperm(len(labels), generator=generator)[:MOST_FOR_RIDGE]
+        chosen = chosen.to(features.device)
+        hidden = self.hidden(features[chosen]).cpu().double()
+        targets = F.one_hot(labels[chosen]).cpu().double()
+        held = len(chosen) // 5
+        kernel = hidden @ hidden.T
+        values, vectors = torch.linalg.eigh(kernel[held:, held:])
+        left = kernel[:held, held:] @ vectors
+        right = vectors.T @ targets[held:]
+        errors = [
+            float(((left / (values + ridge)) @ right - targets[:held]).square().mean())
+            for ridge in RIDGES
+        ]
+        return RIDGES[int(np.argmin(errors))]
