@@ -25,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+Model = Annotated[Path, typer.Argument(help="The model's folder.")]
 Methods = Annotated[
     str, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
 ]
@@ -186,6 +187,105 @@ def report(
     from coda_prompt.bench import command
 
     command.write_report(runs, out, as_json=as_json)
+
+
+@app.command(
+    epilog="Examples: `coda learn my-model photos/`; "
+    "`coda learn my-model more-photos/ --watch photos-kept-aside/`; "
+    "`coda learn my-model photos/ --backbone vit-b16-in21k --method coda-p --epochs 10`"
+)
+def learn(
+    model: Model,
+    folder: Annotated[str, typer.Argument(help="A folder with one folder of images per class.")],
+    backbone: Annotated[
+        str | None, typer.Option(help="For a new model; see `coda backbones`.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="For a new model; see `coda methods`.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the images.")] = None,
+    val: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of each class held out to measure.")
+    ] = 0.2,
+    watch: Annotated[
+        Path | None, typer.Option(help="Images of old classes: what is forgotten is told.")
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option(help="Go on without unreadable files.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Learn classes from a folder; the model is made if it does not exist.
+
+    Folders named like known classes continue these. No image is kept.
+    """
+    from coda_prompt.learner import command
+
+    options = {} if epochs is None else {"epochs": epochs}
+    command.learn(
+        model, folder, backbone=backbone, method=method, options=options, validation=val,
+        watch=watch, skip_bad=skip_bad, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command(
+    epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
+    "`find . -name '*.jpg' | coda predict my-model - --csv`; "
+    "`coda predict my-model *.png --top 3 --unknown-below 0.5`"
+)
+def predict(
+    model: Model,
+    images: Annotated[
+        list[str], typer.Argument(help="Files and folders; - reads paths from standard input.")
+    ],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
+    unknown_below: Annotated[
+        float, typer.Option(min=0, max=1, help="Less sure than this: the class is `unknown`.")
+    ] = 0.0,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV on standard output.")] = False,
+) -> None:
+    """Name the class of images."""
+    from coda_prompt.learner import command
+
+    command.predict(
+        model, images, top=top, unknown_below=unknown_below, as_json=as_json, as_csv=as_csv
+    )
+
+
+@app.command(epilog="Example: `coda evaluate my-model test-photos/`")
+def evaluate(
+    model: Model,
+    folder: Annotated[str, typer.Argument(help="A folder with one folder of images per class.")],
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model: over all, each class, and what each task kept."""
+    from coda_prompt.learner import command
+
+    command.evaluate(model, folder, as_json=as_json)
+
+
+@app.command(epilog="Example: `coda info my-model`")
+def info(model: Model, as_json: AsJson = False) -> None:
+    """What a model has learned, when, and how large it is."""
+    from coda_prompt.learner import command
+
+    command.info(model, as_json=as_json)
+
+
+@app.command(epilog="Example: `coda undo my-model`")
+def undo(model: Model) -> None:
+    """Take back the newest task: the model is, bit for bit, what it was before."""
+    from coda_prompt.learner import command
+
+    command.undo(model)
+
+
+@app.command(epilog="Example: `coda export my-model model.onnx`")
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
+) -> None:
+    """Write a model with its backbone as one ONNX graph that runs without torch."""
+    from coda_prompt.learner import command
+
+    command.export(model, out)
 
 
 def _overrides(data: Path | None, override: list[str] | None, trials: int | None) -> list[Override]:

@@ -103,6 +103,21 @@ class BadImage(CodaError):
         super().__init__(f"{path}: {problem}. Remove the file or replace it by a readable image.")
 
 
+class BadImages(CodaError):
+    """Every file that cannot be read, told before anything is learned."""
+
+    def __init__(self, problems: Sequence[BadImage], most: int = 20) -> None:
+        lines = [f"  {problem}" for problem in problems[:most]]
+        if len(problems) > most:
+            lines.append(f"  and {len(problems) - most} more")
+        self.problems = tuple(problems)
+        count = f"{len(problems)} files" if len(problems) > 1 else "A file"
+        super().__init__(
+            f"{count} cannot be used, and nothing was learned. Mend or remove them, or pass "
+            "--skip-bad (skip_bad=True) to go on without them:\n" + "\n".join(lines)
+        )
+
+
 class CorruptFile(CodaError):
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}. Fetch the file again or restore it from a copy.")
@@ -185,6 +200,42 @@ class MissingExtra(CodaError):
         super().__init__(
             f"{what} needs packages that are not installed. Install them with: "
             f"pip install 'coda-prompt[{extra}]'."
+        )
+
+
+class ModelBusy(CodaError):
+    def __init__(self, folder: object, owner: str) -> None:
+        super().__init__(
+            f"{folder} is being changed by another process (pid {owner}). Wait until it has "
+            "finished; predictions go on meanwhile."
+        )
+
+
+class NothingToUndo(CodaError):
+    def __init__(self, what: object) -> None:
+        super().__init__(
+            f"{what} has no earlier version to go back to: the one before the newest task is kept, "
+            "and no more."
+        )
+
+
+class NotTaught(CodaError):
+    def __init__(self, unknown: Sequence[str], known: Sequence[str]) -> None:
+        if not known:
+            super().__init__("The classifier has not learned any class yet. Call learn first.")
+        else:
+            super().__init__(
+                f"The classifier does not know {_listed(unknown)}. Leave them out, or learn them "
+                f"first; it knows {len(known)} classes: {_listed(known)}."
+            )
+
+
+class HubProblem(CodaError):
+    def __init__(self, name: str, what: str, cause: object) -> None:
+        reason = " ".join(str(cause).split())
+        super().__init__(
+            f"The model '{name}' could not be {what} ({reason[:300]}). Check the name "
+            "(owner/model), the network and your token ('hf auth login')."
         )
 
 

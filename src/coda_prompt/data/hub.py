@@ -58,17 +58,29 @@ def hub_source(name: str) -> Source:
             "Check its name (owner/dataset) and the network, or fetch it first on a machine that "
             "has one.",
         ) from problem
-    features = parts["train"].features if {"train", "test"} <= set(parts) else {}
+    if not {"train", "test"} <= set(parts):
+        raise _misfit(name)
+    (train, names), (test, _) = (
+        labelled_rows(f"{name}/{part}", parts[part]) for part in ("train", "test")
+    )
+    return Source(name, names, train, test)
+
+
+def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
+    """A part of a dataset as a split, and the names of its classes."""
+    datasets = importlib.import_module("datasets")
+    features = rows.features
     images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
     classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if not (images and classes):
-        raise MissingData(
-            f"{PREFIX}{name}",
-            "it has not both splits train and test with an image and a class column",
-            "Name another dataset, or save its images to folders and point at them.",
-        )
+        raise _misfit(name)
     label = max(classes, key=lambda key: features[key].num_classes)
-    train, test = (
-        HubSplit(f"{name}/{part}", parts[part], images[0], label) for part in ("train", "test")
+    return HubSplit(name, rows, images[0], label), tuple(features[label].names)
+
+
+def _misfit(name: str) -> MissingData:
+    return MissingData(
+        f"{PREFIX}{name}",
+        "it has not both splits train and test with an image and a class column",
+        "Name another dataset, or save its images to folders and point at them.",
     )
-    return Source(name, tuple(features[label].names), train, test)

@@ -22,6 +22,10 @@ RIDGES = tuple(10.0**power for power in range(-4, 9))
 MOST_FOR_RIDGE = 4000
 """Images the ridge parameter is chosen on at the most: its cost is cubic in them."""
 FEWEST_FOR_RIDGE = 10
+UNCHOSEN = 1e-5
+"""The ridge in shares of the Gram matrix's trace while all tasks had one class: good on pocket."""
+RESOLVED = 1e-6
+"""Below this share the rounding of a float32 Gram matrix outweighs the ridge."""
 
 
 class RandomRidge(nn.Module):
@@ -41,7 +45,7 @@ class RandomRidge(nn.Module):
         self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
         self.register_buffer("sums", torch.zeros(projected, 0))
         self.register_buffer("weight", torch.zeros(projected, 0))
-        self.register_buffer("ridge", torch.tensor(ridge or 1e2))
+        self.register_buffer("ridge", torch.tensor(ridge or 0.0))
         self._projection: tuple[int, Tensor] | None = None
 
     @property
@@ -57,7 +61,7 @@ class RandomRidge(nn.Module):
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add these images to the sums and solve again."""
-        if self.fixed_ridge is None and len(labels) >= FEWEST_FOR_RIDGE:
+        if self.fixed_ridge is None and _can_choose(labels):
             self.ridge = self.ridge.new_tensor(self._best_ridge(features, labels, task))
         gram, sums = self._unpacked(), self.sums
         for part, part_labels in zip(features.split(4096), labels.split(4096), strict=True):
@@ -68,14 +72,7 @@ class RandomRidge(nn.Module):
         self.sums = sums
         # On the CPU in float64, which not every accelerator has.
         damped = gram.to("cpu", torch.float64, copy=True)
-        # Below this the rounding of a float32 Gram matrix outweighs the ridge.
-        least = 1e-6 * float(damped.trace())
-        if float(self.ridge) < least:
-            log.warning(
-                "ridge %g is raised to %g, the least that float32 resolves", self.ridge, least
-            )
-            self.ridge = self.ridge.new_tensor(least)
-        damped.diagonal().add_(float(self.ridge))
+        damped.diagonal().add_(self._used_ridge(float(damped.trace())))
         solved = torch.cholesky_solve(sums.cpu().double(), torch.linalg.cholesky(damped))
         self.weight = solved.to(self.weight).contiguous()
 
@@ -93,12 +90,24 @@ class RandomRidge(nn.Module):
 
     def projection(self, like: Tensor) -> Tensor:
         """W, made again from its seed instead of being stored: NumPy froze this generator."""
-        seed, held = int(self.seed), self._projection
+        held = self._projection
+        if held is not None and torch.compiler.is_exporting():
+            return held[1]  # a graph cannot look at the seed's value
+        seed = int(self.seed)
         if held is None or held[0] != seed or held[1].device != like.device:
             shape = (self.width, self.projected)
             drawn = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
             held = self._projection = (seed, torch.from_numpy(drawn).to(like.device))
         return held[1].to(like.dtype)
+
+    def _used_ridge(self, trace: float) -> float:
+        """The one given or chosen; before there was anything to choose it on, in scale."""
+        ridge = float(self.ridge) or UNCHOSEN * trace
+        least = RESOLVED * trace
+        if ridge < least and self.fixed_ridge is not None:
+            log.warning("ridge %g is raised to %g, the least that float32 resolves", ridge, least)
+            self.ridge = self.ridge.new_tensor(least)
+        return max(ridge, least)
 
     def _unpacked(self) -> Tensor:
         gram = self.gram.new_zeros(self.projected, self.projected)
@@ -129,3 +138,8 @@ class RandomRidge(nn.Module):
             for ridge in RIDGES
         ]
         return RIDGES[int(np.argmin(errors))]
+
+
+def _can_choose(labels: Tensor) -> bool:
+    """One class is fitted best by no ridge at all, which says nothing about several."""
+    return len(labels) >= FEWEST_FOR_RIDGE and bool((labels != labels[0]).any())

@@ -101,7 +101,7 @@ class Attention(nn.Module):
             query, key, value = self.qkv(tokens).chunk(3, dim=-1)
         if prefix is not None:
             key, value = (
-                torch.cat([rows.expand(len(tokens), -1, -1).to(own.dtype), own], dim=1)
+                torch.cat([rows.expand(tokens.shape[0], -1, -1).to(own.dtype), own], dim=1)
                 for rows, own in zip(prefix, (key, value), strict=True)
             )
         attended = F.scaled_dot_product_attention(
@@ -191,7 +191,7 @@ class ViT(nn.Module):
             class_token = class_token + position[:, :1]
             position = position[:, 1:]
         leading = [class_token] if self.reg_token is None else [class_token, self.reg_token]
-        expanded = [token.expand(len(images), -1, -1) for token in leading]
+        expanded = [token.expand(images.shape[0], -1, -1) for token in leading]
         return torch.cat([*expanded, tokens + position], dim=1)
 
     def fingerprint(self) -> str:

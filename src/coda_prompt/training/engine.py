@@ -310,6 +310,16 @@ class Engine:
             return math.nan, math.nan
         return over_all / len(samples), among_own / len(samples)
 
+    def logits(self, method: Method, samples: Samples) -> Tensor:
+        """Of every sample in order, N x classes seen."""
+        self._place(method)
+        method.eval()
+
+        def compute(batch: Batch) -> Tensor:
+            return method.logits(batch.images, self.queries.of(method, batch, samples))
+
+        return self._table(samples, compute)
+
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
         table = self._feature_table(method, samples)
         labels = torch.from_numpy(np.asarray(samples.labels)).to(table.device)

@@ -1,0 +1,232 @@
+"""What people hand over as images: folders, paths, PIL images, arrays, datasets."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from coda_prompt.data import hub
+from coda_prompt.data.folders import FOLDERS_WANTED, class_folders, images_by_class
+from coda_prompt.data.images import SUFFIXES, open_image
+from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Split
+from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
+
+Paths = str | os.PathLike[str]
+
+
+class MemorySplit:
+    """Images that are in memory, or that a dataset gives one by one."""
+
+    domains: Integers | None = None
+
+    def __init__(self, images: Sequence[Any], labels: Integers) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        held = self.images[index]
+        return as_image(held[0] if isinstance(held, tuple | list) else held)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.labels.tobytes())
+        for index in range(len(self)):
+            image = self.image(index)
+            digest.update(f"{image.mode}{image.size}".encode() + image.tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images with their classes; a split's labels are positions in `names`."""
+
+    split: Split
+    names: tuple[str, ...]
+    bad: tuple[BadImage, ...] = ()
+    """Files that cannot be read and were left out."""
+
+    def counts(self) -> dict[str, int]:
+        counted = np.bincount(self.split.labels, minlength=len(self.names))
+        return {name: int(count) for name, count in zip(self.names, counted, strict=True)}
+
+
+def labelled(data: Any, labels: Sequence[Any] | None = None, *, skip_bad: bool = False) -> Labelled:
+    """Images to learn or to test on. Every file is decoded once before anything begins."""
+    if isinstance(data, str) and data.startswith(hub.PREFIX):
+        source = hub.hub_source(data.removeprefix(hub.PREFIX))
+        return Labelled(source.train, source.class_names)
+    if isinstance(data, str | os.PathLike):
+        return _folder(Path(data), skip_bad)
+    if labels is None:
+        return _dataset(data)
+    names = [str(label) for label in _checked_labels(labels)]
+    if len(names) != len(data):
+        raise BadOption("labels", "labels", f"{len(names)} labels for {len(data)} images")
+    split = unlabelled(data)
+    order = tuple(dict.fromkeys(names))
+    places = {name: place for place, name in enumerate(order)}
+    rows = np.array([places[name] for name in names], np.int64)
+    if isinstance(split, FileSplit):
+        return _readable(split.paths, rows, order, skip_bad)
+    split.labels = rows
+    return Labelled(split, order)
+
+
+def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
+    """Images without classes: one or many paths, PIL images or arrays."""
+    if isinstance(data, Image.Image):
+        data = [data]
+    if isinstance(data, str | os.PathLike):
+        data = image_paths([data])
+    if isinstance(data, torch.Tensor):
+        data = data.detach().cpu().numpy()
+    if isinstance(data, np.ndarray):
+        nothing = np.zeros(len(data), np.int64)
+        if data.dtype == np.uint8 and data.ndim in (3, 4):
+            return ArraySplit(data, nothing)
+        return MemorySplit(list(data), nothing)
+    data = list(data)
+    nothing = np.zeros(len(data), np.int64)
+    if data and all(isinstance(item, str | os.PathLike) for item in data):
+        return FileSplit(data, nothing)
+    return MemorySplit(data, nothing)
+
+
+def image_paths(places: Iterable[Paths]) -> list[str]:
+    """Files, and the images in and below folders, in order."""
+    paths: list[str] = []
+    for place in places:
+        root = Path(place).expanduser()
+        if root.is_dir():
+            found = sorted(
+                str(path)
+                for path in root.rglob("*")
+                if path.suffix.lower() in SUFFIXES and path.is_file() and not _hidden(path, root)
+            )
+            if not found:
+                raise MissingData(root, "there is no image in it", "Point at images or a folder.")
+            paths += found
+        elif root.is_file():
+            paths.append(str(root))
+        else:
+            raise MissingData(root, "there is no such file or folder", "Check the path.")
+    return paths
+
+
+def as_image(value: Any) -> Image.Image:
+    """A PIL image from what a list or a dataset holds."""
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return open_image(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+        if value.ndim == 3 and value.shape[0] in (1, 3):
+            value = value.transpose(1, 2, 0)  # H x W x C
+    array = np.asarray(value)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if np.issubdtype(array.dtype, np.floating) and array.size and np.isfinite(array).all():
+        if array.min() < 0 or array.max() > 1:
+            raise BadOption("an image", "values", "floating-point pixels have to be in [0, 1]")
+        array = np.rint(array * 255).astype(np.uint8)
+    shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if array.dtype != np.uint8 or not shaped or not array.size:
+        raise BadOption(
+            "an image", "shape", f"cannot take {array.dtype} of shape {array.shape} for an image"
+        )
+    return Image.fromarray(array)
+
+
+def _folder(root: Path, skip_bad: bool) -> Labelled:
+    root = root.expanduser()
+    if not root.is_dir():
+        problem = "this is not a folder" if root.exists() else "there is no such folder"
+        raise MissingData(root, problem, FOLDERS_WANTED)
+    folders, _ = class_folders(root)
+    if folders.keys() and folders.keys() <= {"train", "test", "val", "valid", "validation"}:
+        raise MissingData(
+            root,
+            f"it holds {', '.join(folders)}, which are parts of a dataset and no classes",
+            f"Point at one of them, for example {root / next(iter(folders))}.",
+        )
+    files = images_by_class(root)
+    rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
+    paths = tuple(path for group in files.values() for path in group)
+    return _readable(paths, rows, tuple(files), skip_bad)
+
+
+def _readable(
+    paths: Sequence[str], rows: Integers, names: tuple[str, ...], skip_bad: bool
+) -> Labelled:
+    """All files that cannot be read are told together, or left out where that is wanted."""
+    with ThreadPoolExecutor() as pool:
+        problems = list(pool.map(_problem, paths))
+    bad = tuple(problem for problem in problems if problem is not None)
+    if bad and not skip_bad:
+        raise BadImages(bad)
+    good = [place for place, problem in enumerate(problems) if problem is None]
+    split = FileSplit([paths[place] for place in good], rows[good])
+    empty = [name for row, name in enumerate(names) if row not in set(split.labels.tolist())]
+    if empty:
+        raise MissingData(
+            f"class '{empty[0]}'", "has no image that can be read", "Add some, or leave it out."
+        )
+    return Labelled(split, names, bad)
+
+
+def _problem(path: str) -> BadImage | None:
+    try:
+        open_image(path)
+    except BadImage as problem:
+        return problem
+    return None
+
+
+def _dataset(data: Any) -> Labelled:
+    """Anything with a length that gives (image, label) pairs, or a dataset of the hub's package."""
+    if hasattr(data, "features") and hasattr(data, "column_names"):
+        return Labelled(*hub.labelled_rows("the dataset", data))
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise BadOption("learn", "data", f"cannot take {type(data).__name__} for labelled images")
+    if not len(data):
+        raise BadOption("learn", "data", "there is no image in it")
+    try:
+        targets = getattr(data, "targets", None)
+        found = [data[index][1] for index in range(len(data))] if targets is None else targets
+    except (TypeError, IndexError, KeyError) as error:
+        raise BadOption(
+            "learn", "data", "without labels it has to give pairs of an image and its class"
+        ) from error
+    named = getattr(data, "classes", None)
+    values = _checked_labels(found)
+    names = [
+        str(named[label]) if named and isinstance(label, int) else str(label) for label in values
+    ]
+    order = tuple(dict.fromkeys(names))
+    places = {name: place for place, name in enumerate(order)}
+    return Labelled(MemorySplit(data, np.array([places[name] for name in names], np.int64)), order)
+
+
+def _checked_labels(labels: Any) -> list[str | int]:
+    values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    values = [
+        value.item() if isinstance(value, torch.Tensor | np.generic) else value for value in values
+    ]
+    if not all(isinstance(value, str | int) for value in values):
+        raise BadOption("learn", "labels", "classes are named by strings or whole numbers")
+    return values
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.relative_to(root).parts)

@@ -1,0 +1,41 @@
+"""Models on the Hugging Face hub: fetched by name, pushed as one commit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from coda_prompt.errors import HubProblem
+from coda_prompt.learner.store import CARD, CONFIG, FORMAT, MODEL, Model
+
+
+def fetched(name: str, revision: str | None) -> Path:
+    """The folder of a model of the hub, in the hub's cache."""
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[MODEL, CONFIG, CARD])
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise HubProblem(name, "fetched", error) from error
+
+
+def pushed(
+    name: str, content: bytes, card: str, model: Model, private: bool, token: str | None
+) -> str:
+    """One commit with all files; the address of the commit."""
+    description = json.dumps({**model.description, "format": FORMAT}, indent=2, ensure_ascii=False)
+    files = {MODEL: content, CONFIG: description.encode() + b"\n", CARD: card.encode()}
+    api = HfApi(token=token)
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        commit = api.create_commit(
+            name,
+            [CommitOperationAdd(path, data) for path, data in files.items()],
+            commit_message=f"{len(model.description['classes'])} classes",
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise HubProblem(name, "pushed", error) from error
+    return str(commit.commit_url)
