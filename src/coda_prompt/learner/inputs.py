@@ -88,13 +88,9 @@ def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
         data = [data]
     if isinstance(data, str | os.PathLike):
         data = image_paths([data])
-    if isinstance(data, torch.Tensor):
-        data = data.detach().cpu().numpy()
-    if isinstance(data, np.ndarray):
-        nothing = np.zeros(len(data), np.int64)
-        if data.dtype == np.uint8 and data.ndim in (3, 4):
-            return ArraySplit(data, nothing)
-        return MemorySplit(list(data), nothing)
+    grey_or_rgb = isinstance(data, np.ndarray) and (data.ndim == 3 or data.shape[3:] == (3,))
+    if grey_or_rgb and data.dtype == np.uint8:
+        return ArraySplit(data, np.zeros(len(data), np.int64))
     data = list(data)
     nothing = np.zeros(len(data), np.int64)
     if data and all(isinstance(item, str | os.PathLike) for item in data):

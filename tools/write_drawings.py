@@ -1,0 +1,41 @@
+"""Write pocket's drawings as PNG folders, to try `coda learn` on.
+
+    python tools/write_drawings.py FOLDER --tasks 3 --classes 10
+
+makes FOLDER/task-1, task-2, ... with one folder a class, and FOLDER/test with all classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from coda_prompt.data.pocket import pocket_source
+from coda_prompt.data.sources import Split
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tasks", type=int, default=3)
+    parser.add_argument("--classes", type=int, default=10, help="of each task")
+    parser.add_argument("--train", type=int, default=80, help="drawings of each class to learn")
+    parser.add_argument("--strength", type=float, default=None, help="of the styles; 0: plain ink")
+    options = parser.parse_args()
+    source = pocket_source() if options.strength is None else pocket_source(options.strength)
+    for row in range(options.tasks * options.classes):
+        name, task = source.class_names[row], row // options.classes + 1
+        write(source.train, row, options.folder / f"task-{task}" / name, options.train)
+        write(source.test, row, options.folder / "test" / name, len(source.test))
+
+
+def write(split: Split, row: int, folder: Path, most: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, place in enumerate(np.flatnonzero(split.labels == row)[:most]):
+        split.image(int(place)).save(folder / f"{number:02}.png")
+
+
+if __name__ == "__main__":
+    main()
