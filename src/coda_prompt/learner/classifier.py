@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class ContinualClassifier:
     def learn(
         self,
         data: Any,
-        labels: Sequence[Any] | None = None,
+        labels: Any = None,
         *,
         validation: float = 0.2,
         watch: Any = None,
@@ -224,11 +224,11 @@ class ContinualClassifier:
         scores = self._logits(unlabelled(data)).double()
         return probabilities(scores, self.temperature).numpy()
 
-    def score(self, data: Any, labels: Sequence[Any] | None = None) -> float:
+    def score(self, data: Any, labels: Any = None) -> float:
         """The share of images whose class is right."""
         return self.evaluate(data, labels).accuracy
 
-    def evaluate(self, data: Any, labels: Sequence[Any] | None = None) -> Evaluation:
+    def evaluate(self, data: Any, labels: Any = None) -> Evaluation:
         """Accuracy over all, of each class and of each task, among all classes known."""
         images = labelled(data, labels)
         unknown = [name for name in images.names if name not in self.classes_]
@@ -305,21 +305,33 @@ class ContinualClassifier:
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *, revision: str | None = None, device: str = "auto"
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        device: str = "auto",
+        endpoint: str | None = None,
     ) -> ContinualClassifier:
         """From a folder or from the hub."""
         if Path(name).is_dir():
             return cls.load(name, device=device)
         from coda_prompt.learner.sharing import fetched
 
-        return cls.load(fetched(str(name), revision), device=device)
+        return cls.load(fetched(str(name), revision, endpoint), device=device)
 
-    def push_to_hub(self, name: str, *, private: bool = True, token: str | None = None) -> str:
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool = True,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
         """Upload the model and its card; the address of the commit comes back."""
         from coda_prompt.learner.sharing import pushed
 
-        model = self._model()
-        return pushed(name, store.packed(model), card_of(self._describe()), model, private, token)
+        card = card_of(self._describe())
+        return pushed(name, self._model(), card, private=private, token=token, endpoint=endpoint)
 
     def export_onnx(self, path: str | Path) -> None:
         """Both passes in one graph, probabilities out, class names inside."""

@@ -60,7 +60,7 @@ class Labelled:
         return {name: int(count) for name, count in zip(self.names, counted, strict=True)}
 
 
-def labelled(data: Any, labels: Sequence[Any] | None = None, *, skip_bad: bool = False) -> Labelled:
+def labelled(data: Any, labels: Any = None, *, skip_bad: bool = False) -> Labelled:
     """Images to learn or to test on. Every file is decoded once before anything begins."""
     if isinstance(data, str) and data.startswith(hub.PREFIX):
         source = hub.hub_source(data.removeprefix(hub.PREFIX))

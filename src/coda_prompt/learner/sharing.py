@@ -9,26 +9,39 @@ from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from coda_prompt.errors import HubProblem
-from coda_prompt.learner.store import CARD, CONFIG, FORMAT, MODEL, Model
+from coda_prompt.learner.store import CARD, CONFIG, FORMAT, MODEL, Model, packed
 
 
-def fetched(name: str, revision: str | None) -> Path:
+def fetched(
+    name: str, revision: str | None, endpoint: str | None, cache: Path | None = None
+) -> Path:
     """The folder of a model of the hub, in the hub's cache."""
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=[MODEL, CONFIG, CARD])
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=[MODEL, CONFIG, CARD],
+            endpoint=endpoint,
+            cache_dir=cache,
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise HubProblem(name, "fetched", error) from error
+    return Path(folder)
 
 
 def pushed(
-    name: str, content: bytes, card: str, model: Model, private: bool, token: str | None
+    name: str,
+    model: Model,
+    card: str,
+    *,
+    private: bool,
+    token: str | None,
+    endpoint: str | None,
 ) -> str:
     """One commit with all files; the address of the commit."""
     description = json.dumps({**model.description, "format": FORMAT}, indent=2, ensure_ascii=False)
-    files = {MODEL: content, CONFIG: description.encode() + b"\n", CARD: card.encode()}
-    api = HfApi(token=token)
+    files = {MODEL: packed(model), CONFIG: description.encode() + b"\n", CARD: card.encode()}
+    api = HfApi(token=token, endpoint=endpoint)
     try:
         api.create_repo(name, private=private, exist_ok=True)
         commit = api.create_commit(

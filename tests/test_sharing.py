@@ -1,0 +1,129 @@
+"""Models on the hub: pushed and fetched through its protocol, on a loopback server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_learner import drawings, taught
+
+from coda_prompt import ContinualClassifier
+from coda_prompt.errors import HubProblem
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class LoopbackHub:
+    """The parts of the hub's API that a push and a fetch use; files live in memory."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.private: bool | None = None
+        self.token: str | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def answer(self, content: bytes, heads: dict[str, str] | None = None) -> None:
+                self.send_response(200)
+                for name, value in (heads or {"Content-Type": "application/json"}).items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                outer.token = self.headers.get("Authorization")
+                self.answer(json.dumps(outer.posted(self.path, body)).encode())
+
+            def do_GET(self) -> None:
+                if "/resolve/" in self.path:
+                    name = self.path.rpartition("/")[2]
+                    if name not in outer.files:
+                        self.send_error(404)
+                        return
+                    tag = f'"{len(outer.files[name])}-{name}"'
+                    heads = {"ETag": tag, "X-Repo-Commit": COMMIT, "Content-Type": "text/plain"}
+                    self.answer(outer.files[name], heads)
+                elif outer.files:
+                    names = [{"rfilename": name} for name in outer.files]
+                    told = {"id": "me/sketches", "sha": COMMIT, "siblings": names}
+                    self.answer(json.dumps(told).encode())
+                else:
+                    self.send_error(404)
+
+            do_HEAD = do_GET  # noqa: N815
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def posted(self, path: str, body: bytes) -> dict[str, Any]:
+        if path.endswith("/repos/create"):
+            told = json.loads(body)  # older clients say private, newer ones visibility
+            self.private = told.get("private", told.get("visibility") == "private")
+            return {"url": f"{self.address}/me/sketches", "id": "1"}
+        if "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            plain = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            return {"files": [{"path": name, **plain} for name in names]}
+        if "/commit/" in path:
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    content = base64.b64decode(entry["value"]["content"])
+                    self.files[entry["value"]["path"]] = content
+            url = f"{self.address}/me/sketches/commit/{COMMIT}"
+            return {"success": True, "commitUrl": url, "commitOid": COMMIT}
+        return {"warnings": [], "errors": []}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    made = LoopbackHub()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_a_model_goes_to_the_hub_and_comes_back(hub: LoopbackHub) -> None:
+    classifier = taught(range(3), method="ncm")
+    address = classifier.push_to_hub("me/sketches", token="secret", endpoint=hub.address)
+    assert address.endswith(COMMIT)
+    assert hub.private is True, "nobody's model is published by accident"
+    assert hub.token == "Bearer secret"
+    assert set(hub.files) == {"model.safetensors", "config.json", "README.md"}
+    assert json.loads(hub.files["config.json"])["classes"] == classifier.classes_
+    assert hub.files["README.md"].startswith(b"---\nlibrary_name: coda-prompt")
+    fetched = ContinualClassifier.from_pretrained("me/sketches", endpoint=hub.address)
+    images, _ = drawings(range(3), test=True)
+    assert np.array_equal(fetched.predict(images), classifier.predict(images))
+    mine, other = classifier._model().tensors, fetched._model().tensors
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_a_folder_is_loaded_without_the_hub(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="ncm")
+    classifier.save_pretrained(tmp_path / "model")
+    loaded = ContinualClassifier.from_pretrained(tmp_path / "model", endpoint="http://127.0.0.1:9")
+    assert loaded.classes_ == classifier.classes_
+
+
+@pytest.mark.parametrize("name", ["me/nothing", "not a name"])
+def test_a_model_that_is_not_there_is_one_clear_message(name: str, hub: LoopbackHub) -> None:
+    with pytest.raises(HubProblem, match=re.escape(f"'{name}' could not be fetched")):
+        ContinualClassifier.from_pretrained(name, endpoint=hub.address)
