@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from coda_prompt.errors import HubProblem
@@ -17,16 +17,10 @@ def fetched(
 ) -> Path:
     """The folder of a model of the hub, in the hub's cache."""
     try:
-        folder = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=[MODEL, CONFIG, CARD],
-            endpoint=endpoint,
-            cache_dir=cache,
-        )
+        file = hf_hub_download(name, MODEL, revision=revision, endpoint=endpoint, cache_dir=cache)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise HubProblem(name, "fetched", error) from error
-    return Path(folder)
+    return Path(file).parent
 
 
 def pushed(
