@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -294,6 +295,17 @@ def _overrides(data: Path | None, override: list[str] | None, trials: int | None
     return overrides if trials is None else [*overrides, (("trials",), trials)]
 
 
+def _about(error: OSError) -> str:
+    """What the system refused: a full disk, a missing permission."""
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = {
+        errno.ENOSPC: "Free some space and run the same command again; nothing finished is lost.",
+        errno.EACCES: "Check the permissions of this place.",
+        errno.EROFS: "Choose a place that can be written to.",
+    }
+    return f"{where}{error.strerror or error}. {remedy.get(error.errno or 0, 'Check this place.')}"
+
+
 def main() -> None:
     """Run the command line; an error a user can cause ends in one message and its exit code."""
     try:
@@ -301,6 +313,11 @@ def main() -> None:
     except CodaError as error:
         typer.echo(f"coda: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        typer.echo(f"coda: {_about(error)}", err=True)
+        sys.exit(CodaError.exit_code)
     except KeyboardInterrupt:
         typer.echo("coda: interrupted", err=True)
         sys.exit(130)

@@ -34,9 +34,10 @@ def grown(
     options = asdict(benchmark.method_config(row))
     with torch.device("meta"):
         method = methods.make(benchmark.method_of(row), ViT(vit), **options)
-    for name, buffer in method.named_buffers(recurse=False):
-        if not buffer.is_floating_point():  # read as numbers while it grows, so they are real
-            setattr(method, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    for module in method.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_floating_point():  # read as numbers while it grows, so they are real
+                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     for index, last_row in enumerate(accumulate(tasks)):
         rows = range(last_row - tasks[index], last_row)
         means = torch.zeros(len(rows), vit.width, device="meta")
@@ -56,11 +57,13 @@ def multiply_adds(
     with _counting() as counter:
         queries = method.queries(images) if method.needs_queries else None
     query = _each(counter)
-    if method.closed_form:
-        training_cost = query
-    else:
+    if method.trainable_parameters():
         training_cost = _step(method, images, queries)
         training_cost += query / (training.epochs if training.queries == "cached" else 1)
+    else:  # one pass over the images for their features
+        with _counting() as counter, torch.no_grad():
+            method.features(images, queries)
+        training_cost = query + _each(counter)
     method.end_task()
     method.eval()
     with _counting() as counter, torch.no_grad():

@@ -226,6 +226,8 @@ def undo(model: Path) -> None:
 
 
 def export(model: Path, out: Path) -> None:
+    if not out.absolute().parent.is_dir():
+        raise MissingData(out.parent, "there is no such folder", "Make it first.")
     ContinualClassifier.load(model).export_onnx(out)
     Console(stderr=True).print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", highlight=False)
 

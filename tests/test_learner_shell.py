@@ -1,0 +1,175 @@
+"""The learner from the shell: the session of docs/your-own-images.md, word for word, and pipes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import coda
+
+from coda_prompt import ContinualClassifier
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "your-own-images.md").read_text("utf-8")
+
+
+def block(kind: str, containing: str) -> str:
+    """The code block of this kind with these words in it."""
+    found = [text for text in re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S) if containing in text]
+    assert len(found) == 1
+    return str(found[0])
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The page's session, run once; what each command printed."""
+    folder = tmp_path_factory.mktemp("session")
+    (folder / "tools").symlink_to(ROOT / "tools")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = {}
+    for number, line in enumerate(block("sh", "coda learn").strip().splitlines()):
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+        finished = subprocess.run(
+            line, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=300,
+        )  # fmt: skip
+        assert finished.returncode == 0, f"{line}: {finished.stderr}"
+        printed[f"{number} {line}"] = finished.stdout + finished.stderr
+    return folder, printed
+
+
+def said(session: tuple[Path, dict[str, str]], command: str) -> list[str]:
+    return [text for line, text in session[1].items() if command in line]
+
+
+def test_the_session_of_the_page(session: tuple[Path, dict[str, str]]) -> None:
+    first, second, third, again = said(session, "coda learn")
+    assert "new: " in first
+    assert "watched classes: " in second
+    assert "among all 30 classes" in third
+    held_out = re.compile(r"on \d+ held-out images: .*")
+    assert held_out.findall(third) == held_out.findall(again), "undone and learned again"
+    assert "30 classes in 3 tasks" in said(session, "coda info")[0]
+    assert "back to 20 classes in 2 tasks" in said(session, "coda undo")[0]
+    assert "anvil" in said(session, "coda predict")[0]
+    assert "What each task kept" in said(session, "coda evaluate")[0]
+
+
+def test_what_the_page_says_of_old_tasks_is_what_is_measured(
+    session: tuple[Path, dict[str, str]],
+) -> None:
+    """Within a point, and among its own classes each task is within 5 % of when it was learned."""
+    evaluated = said(session, "coda evaluate")[0]
+    rows = re.findall(r"│ (\d) .*?│\s+([\d.]+) %\s+│\s+([\d.]+) %\s+│\s+[\d.]+ %\s+│", evaluated)
+    told = re.findall(r"^\| (\d) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.M)
+    assert len(rows) == len(told) == 3
+    for (_, over_all, own), (_, told_over_all, told_own, told_then) in zip(rows, told, strict=True):
+        assert float(over_all) == pytest.approx(float(told_over_all), abs=1.0)
+        assert float(own) == pytest.approx(float(told_own), abs=1.0)
+        assert float(own) >= float(told_then) - 5.0
+
+
+def test_the_exported_graph_runs_without_torch_and_agrees(
+    session: tuple[Path, dict[str, str]],
+) -> None:
+    folder = session[0]
+    script = block("python", "onnxruntime")
+    assert len(script.strip().splitlines()) <= 14
+    (folder / "predict.py").write_text(
+        "import sys\nsys.modules['torch'] = None\nsys.modules['coda_prompt'] = None\n" + script
+    )
+    classifier = ContinualClassifier.load(folder / "my-model")
+    for name in ("anvil", "cake", "dragon"):
+        image = f"sketches/test/{name}/03.png"
+        command = [sys.executable, "predict.py", image]
+        shown = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert shown.returncode == 0, shown.stderr
+        label, chance = shown.stdout.strip().rsplit(" ", 1)
+        own = classifier.predict_proba([folder / image])[0]
+        assert label == classifier.classes_[own.argmax()]
+        assert float(chance) == pytest.approx(own.max(), abs=1e-4)
+
+
+def test_predictions_through_pipes(session: tuple[Path, dict[str, str]]) -> None:
+    folder = session[0]
+    images = sorted(str(path) for path in (folder / "sketches/test/anvil").iterdir())[:3]
+    listed = coda("predict", "my-model", "-", "--json", cwd=folder, input="\n".join(images))
+    rows = json.loads(listed.stdout)
+    assert [row["path"] for row in rows] == images
+    for row in rows:
+        assert row["label"] == row["top"][0]["label"]
+        assert row["probability"] == row["top"][0]["probability"]
+        assert len(row["top"]) == 5
+        chances = [each["probability"] for each in row["top"]]
+        assert chances == sorted(chances, reverse=True)
+    as_csv = coda("predict", "my-model", *images, "--csv", "--unknown-below", "1", cwd=folder)
+    lines = list(csv.DictReader(io.StringIO(as_csv.stdout)))
+    assert [line["path"] for line in lines] == images
+    assert {line["label"] for line in lines} == {"unknown"}
+    expected = [row["probability"] for row in rows]
+    np.testing.assert_allclose([float(line["probability"]) for line in lines], expected, atol=1e-5)
+
+
+def test_results_as_json(session: tuple[Path, dict[str, str]]) -> None:
+    folder = session[0]
+    told = json.loads(coda("info", "my-model", "--json", cwd=folder).stdout)
+    assert len(told["classes"]) == 30
+    assert told["bytes"]["model.safetensors"] > 1000
+    found: dict[str, Any] = json.loads(
+        coda("evaluate", "my-model", "sketches/test", "--json", cwd=folder).stdout
+    )
+    assert found["images"] == 600
+    assert len(found["tasks"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("predict", "nowhere", "a.png"), "Point at a folder that 'coda learn' made"),
+        (("predict", "my-model", "nowhere.png"), "no such file"),
+        (("learn", "my-model", "sketches/task-1", "--method", "coda-p"), "was made with"),
+        (("learn", "my-model", "sketches/task-1", "--backbone", "deit-tiny"), "was made with"),
+        (("learn", "other", "sketches/task-1", "--method", "er-5000"), "keeps none"),
+        (("learn", "other", "nowhere"), "no such folder"),
+        (("evaluate", "my-model", "sketches"), "does not know"),
+        (("undo", "sketches"), "Point at a folder that 'coda learn' made"),
+        (("export", "my-model", "no/such/folder/x.onnx"), "no such folder"),
+    ],
+)
+def test_a_mistake_ends_in_one_message(
+    arguments: tuple[str, ...], message: str, session: tuple[Path, dict[str, str]]
+) -> None:
+    finished = coda(*arguments, cwd=session[0])
+    assert finished.returncode == 2
+    assert message in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not (session[0] / "other").exists()
+
+
+def test_help_does_not_import_torch() -> None:
+    script = (
+        "import sys\nfrom coda_prompt.cli import main\nsys.argv = ['coda', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    for verb in ("learn", "predict", "evaluate", "info", "undo", "export", "bench", "report"):
+        assert verb in shown.stdout
+
+
+@pytest.mark.parametrize("verb", ["learn", "predict", "evaluate", "info", "undo", "export",
+                                  "bench", "sweep", "report", "methods", "backbones"])  # fmt: skip
+def test_every_verb_has_an_example(verb: str) -> None:
+    shown = coda(verb, "--help")
+    assert "Example" in shown.stdout
+    assert f"coda {verb}" in shown.stdout
