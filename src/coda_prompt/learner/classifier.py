@@ -36,7 +36,7 @@ from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.engine import Engine, Event, Training
 from coda_prompt.training.loading import Views
 
-DEFAULT_METHOD = "coda-p-ranpac"
+DEFAULT_METHOD = "ranpac"
 LARGEST_PROJECTION = 2048
 """Random features of RanPAC in a model: its statistics take 8 MB then, whatever the backbone."""
 FEWEST_TO_HOLD_OUT = 5
