@@ -18,7 +18,8 @@ from torch import Tensor
 from coda_prompt import methods
 from coda_prompt.data.stream import cut
 from coda_prompt.methods import METHODS
-from coda_prompt.training.engine import Engine, Event, Training
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.settings import Event, Training
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "coda-p": {"components": 7, "tasks": 2, "preset": "paper"},

@@ -21,7 +21,8 @@ from coda_prompt.errors import (
 )
 from coda_prompt.files import write_atomically
 from coda_prompt.training.checkpoint import load_method, save_method
-from coda_prompt.training.engine import Engine, Training
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.settings import Training
 
 
 @pytest.fixture

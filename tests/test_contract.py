@@ -18,7 +18,8 @@ from coda_prompt import methods
 from coda_prompt.data.stream import Samples, Task, cut
 from coda_prompt.methods import METHODS, Method, PromptMethod
 from coda_prompt.training.checkpoint import load_method, save_method
-from coda_prompt.training.engine import Engine, Training
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.settings import Training
 
 EVERY = sorted(METHODS)
 PROMPTED = [name for name in EVERY if issubclass(METHODS[name].type, PromptMethod)]

@@ -31,9 +31,10 @@ from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights
 from coda_prompt.methods.options import make_config
 from coda_prompt.pixels import Pixels
-from coda_prompt.training.engine import Engine, Event, Training
+from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.schedule import learning_rate
+from coda_prompt.training.settings import Event, Training
 
 
 def test_the_schedule_is_the_papers_cosine() -> None:

@@ -35,7 +35,7 @@ from coda_prompt.errors import (
 from coda_prompt.learner import advice, calibration, store
 from coda_prompt.learner.inputs import Labelled, MemorySplit, image_paths, labelled
 from coda_prompt.pixels import Pixels
-from coda_prompt.training.engine import Event
+from coda_prompt.training.settings import Event
 
 SOURCE = pocket_source()
 NAMES = SOURCE.class_names

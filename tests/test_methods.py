@@ -21,8 +21,9 @@ from coda_prompt.errors import (
     UnknownName,
     WrongRows,
 )
-from coda_prompt.training.engine import Engine, Training
+from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
+from coda_prompt.training.settings import Training
 
 OF_THE_PAPER = {
     "upper-bound",

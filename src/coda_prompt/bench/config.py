@@ -17,7 +17,7 @@ from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
 from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
-from coda_prompt.training.engine import Training
+from coda_prompt.training.settings import Training
 
 Override = str | tuple[tuple[str, ...], Any]
 """`a.b.c=value`, or the path of a field and its value."""

@@ -15,7 +15,7 @@ import torch
 
 from coda_prompt.bench.runner import Inputs, OnEvent, Run, execute
 from coda_prompt.errors import CodaError, LostWorker
-from coda_prompt.training.engine import Event
+from coda_prompt.training.settings import Event
 
 
 def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterator[Run]:

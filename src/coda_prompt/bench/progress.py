@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from coda_prompt.bench.runner import Run
 from coda_prompt.methods import find
-from coda_prompt.training.engine import Event
+from coda_prompt.training.settings import Event
 
 
 class BenchProgress:

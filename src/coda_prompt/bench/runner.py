@@ -36,8 +36,9 @@ from coda_prompt.files import write_atomically
 from coda_prompt.methods import Method
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.model.vit import ViT
-from coda_prompt.training.engine import Engine, Event, Result
+from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
+from coda_prompt.training.settings import Event, Result
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,9 @@ from coda_prompt.learner.inputs import Labelled, labelled, unlabelled
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.training.engine import Engine, Event, Training
+from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
+from coda_prompt.training.settings import Event, Training
 
 DEFAULT_METHOD = "ranpac"
 LARGEST_PROJECTION = 2048

@@ -19,7 +19,7 @@ from coda_prompt.learner import store
 from coda_prompt.learner.card import card_of, percent
 from coda_prompt.learner.classifier import ContinualClassifier, Learned
 from coda_prompt.learner.inputs import Labelled, image_paths
-from coda_prompt.training.engine import Event
+from coda_prompt.training.settings import Event
 
 UNKNOWN = "unknown"
 AT_ONCE = 512

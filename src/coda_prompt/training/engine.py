@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.wrappers import _FabricModule
-from numpy.typing import NDArray
-from pydantic import Field
-from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from coda_prompt.data.stream import Samples, Stream, Task
@@ -31,71 +26,18 @@ from coda_prompt.errors import (
     WrongRows,
 )
 from coda_prompt.methods import Loss, Method, TaskBrief
-from coda_prompt.methods.options import STRICT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
-from coda_prompt.training.queries import Queries, QueryMode
-from coda_prompt.training.schedule import Schedule, learning_rate
+from coda_prompt.training.queries import Queries
+from coda_prompt.training.schedule import learning_rate
+from coda_prompt.training.settings import Event, Result, Training
 from coda_prompt.training.snapshot import Snapshot
 
-Matrix = NDArray[np.float64]
-Share = Annotated[float, Field(ge=0, lt=1)]
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
-
-
-@pydantic_dataclass(frozen=True, config=STRICT)
-class Training:
-    """How a task is trained. The defaults are the paper's."""
-
-    epochs: int = Field(default=20, ge=1)
-    batch_size: int = Field(default=128, ge=1)
-    """Images a step, over all processes."""
-    micro_batch: int | None = Field(default=None, ge=1)
-    """Images a process holds at once; smaller ones accumulate to the same step."""
-    learning_rate: float | None = Field(default=None, gt=0, le=1000)
-    """None: what the paper trains the method's family with."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    schedule: Schedule = "cosine"
-    queries: QueryMode = "exact"
-    seed: int = Field(default=0, ge=0)
-    """The trial's: class order, splits, initial values, shuffling and augmentation follow."""
-    workers: int = Field(default=0, ge=0)
-    """Processes that decode images, for each training process."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What the engine tells of its progress. Counts start at 0."""
-
-    kind: Literal["task", "step", "epoch", "evaluation"]
-    task: int
-    tasks: int
-    epoch: int = 0
-    epochs: int = 0
-    step: int = 0
-    steps: int = 0
-    loss: float = math.nan
-    learning_rate: float = math.nan
-    accuracies: tuple[float, ...] = ()
-    """After an evaluation: of each task learned so far."""
 
 
 def _ignore(event: Event) -> None:
     pass
-
-
-@dataclass
-class Result:
-    """What a stream's run measured; every metric follows from the matrices."""
-
-    matrix: Matrix
-    """R[t, j]: accuracy on task j after task t over all classes seen by then; NaN elsewhere."""
-    own_classes: Matrix
-    """The same among the classes of task j only."""
-    test_images: list[int]
-    losses: list[list[float]] = field(default_factory=list)
-    """Per task, the mean loss of each epoch."""
 
 
 class Engine:
