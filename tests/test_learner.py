@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -30,9 +32,8 @@ from coda_prompt.errors import (
     ModelBusy,
     NothingToUndo,
     NotTaught,
-    WrongBackbone,
 )
-from coda_prompt.learner import advice, calibration, store
+from coda_prompt.learner import advice, calibration, inputs, store
 from coda_prompt.learner.inputs import Labelled, MemorySplit, image_paths, labelled
 from coda_prompt.pixels import Pixels
 from coda_prompt.training.settings import Event
@@ -128,15 +129,14 @@ def test_every_kind_of_data_teaches_the_same(folders: Path) -> None:
 
 
 def test_known_classes_are_continued_under_their_name() -> None:
-    classifier = taught(range(3))
-    before = classifier.score(*drawings([0], test=True))
+    classifier = taught(range(3), method="ncm")
     images, names = drawings([0, 5], count=40)
-    learned = classifier.learn(images, names)
+    learned = classifier.learn(images, names, validation=0)
     assert learned.new == (NAMES[5],)
     assert learned.continued == (NAMES[0],)
     assert classifier.classes_ == [*NAMES[:3], NAMES[5]]
     assert classifier.tasks_[1]["continued"] == [NAMES[0]]
-    assert classifier.score(*drawings([0], test=True)) >= before - 0.1
+    assert tensors(classifier)["counts"].tolist() == [16 + 40, 16, 16, 40]
 
 
 def test_classes_are_strings_and_numbers_become_their_text() -> None:
@@ -203,10 +203,12 @@ def test_one_class_after_another_beats_nearest_class_mean_by_three_points() -> N
 def test_watched_images_of_old_classes_tell_what_was_forgotten(folders: Path) -> None:
     classifier = ContinualClassifier(method="ranpac")
     classifier.learn(folders / "task-1")
+    before = classifier.evaluate(*drawings(range(4), 8, test=True)).classes
     learned = classifier.learn(folders / "task-2", watch=folders / "test")
     assert set(learned.forgotten) == set(NAMES[:4]), "classes not known before are not watched"
     after = classifier.evaluate(*drawings(range(4), 8, test=True)).classes
-    for name, (_, now) in learned.forgotten.items():
+    for name, (then, now) in learned.forgotten.items():
+        assert then == pytest.approx(before[name].accuracy)
         assert now == pytest.approx(after[name].accuracy)
 
 
@@ -258,7 +260,7 @@ def test_undo_is_bit_for_bit(tmp_path: Path) -> None:
     assert_same(loaded, classifier)
     assert coda("undo", str(tmp_path)).returncode == 0
     assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert json.loads((tmp_path / "config.json").read_text())["version"] == 1
+    assert len(json.loads((tmp_path / "config.json").read_text())["tasks"]) == 1
     with pytest.raises(NothingToUndo):
         classifier.undo()
     again = coda("undo", str(tmp_path))
@@ -339,6 +341,127 @@ def test_a_failed_learn_leaves_everything_as_it_was(tmp_path: Path) -> None:
     assert_same(classifier, taught(range(3), [3, 4], method="coda-p", epochs=2))
 
 
+def test_a_failure_while_measuring_leaves_everything_as_it_was() -> None:
+    classifier = taught(range(3))
+    before = {name: tensor.clone() for name, tensor in tensors(classifier).items()}
+    calls = 0
+
+    def stop(event: Event) -> None:
+        nonlocal calls
+        calls += event.kind == "pass" and event.step == event.steps
+        if calls == 2:  # features of the task, then its held-out images
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        classifier.learn(*drawings([3, 4]), on_event=stop)
+    assert classifier.classes_ == list(NAMES[:3])
+    assert all(torch.equal(tensors(classifier)[name], before[name]) for name in before)
+    with pytest.raises(NothingToUndo):
+        classifier.undo()
+    fresh = ContinualClassifier()
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        fresh.learn(*drawings([3, 4]), on_event=stop)
+    assert fresh.classes_ == []
+
+
+def test_a_tiny_task_does_not_make_the_model_forget() -> None:
+    """Two held-out drawings must not choose the ridge of twenty well-learned classes."""
+    classifier = ContinualClassifier(method="ranpac")
+    classifier.learn(*drawings(range(20), count=80), validation=0)
+    before = classifier.score(*drawings(range(20), test=True))
+    for first in (20, 22, 24, 26):
+        classifier.learn(*drawings([first, first + 1], count=7), validation=0)
+    assert classifier.score(*drawings(range(20), test=True)) >= before - 0.03
+
+
+def test_epochs_of_one_task_are_not_those_of_the_next(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="coda-p", epochs=2)
+    seen = []
+    classifier.learn(*drawings([3, 4]), epochs=1, on_event=lambda event: seen.append(event.epochs))
+    assert max(seen) == 1
+    classifier.learn(*drawings([5, 6]), on_event=lambda event: seen.append(event.epochs))
+    assert max(seen) == 2
+
+
+def test_a_folder_with_other_things_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("my project")
+    classifier = taught(range(2), method="ncm")
+    with pytest.raises(MissingData, match="not empty"):
+        classifier.save(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my project"
+    (tmp_path / "model.safetensors").write_bytes(b"a model of somebody else")
+    with pytest.raises(CorruptFile, match="not a model of this program"):
+        classifier.save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"a model of somebody else"
+
+
+def test_a_damaged_earlier_version_does_not_stop_predictions(tmp_path: Path) -> None:
+    taught(range(2), [2], method="ncm").save(tmp_path)
+    (tmp_path / "previous.safetensors").write_bytes(b"damaged")
+    loaded = ContinualClassifier.load(tmp_path)
+    assert len(loaded.predict(drawings([0])[0])) == 20
+    with pytest.raises(CorruptFile):
+        loaded.undo()
+
+
+def test_a_large_share_held_out_leaves_two_images_to_learn_from() -> None:
+    classifier = ContinualClassifier(method="ncm")
+    learned = classifier.learn(*drawings(range(3), count=6), validation=0.9)
+    assert learned.held_out == 3 * 4
+    assert tensors(classifier)["counts"].tolist() == [2, 2, 2]
+
+
+def test_methods_whose_file_would_be_a_network_or_code_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="whole network"):
+        ContinualClassifier(method="ft++")
+    (tmp_path / "mine.py").write_text(
+        "from coda_prompt.methods.closedform import NearestClassMean\n"
+        "class Mine(NearestClassMean):\n    pass\n"
+    )
+    with pytest.raises(BadOption, match="comes with the program"):
+        ContinualClassifier(method=f"{tmp_path}/mine.py:Mine")
+    with pytest.raises(BadOption, match="device"):
+        ContinualClassifier(device="nonsense")
+
+
+def test_one_image_is_one_image_however_it_comes(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="ncm")
+    grey = SOURCE.test.images[0]
+    grey_image = Image.fromarray(grey)
+    grey_image.save(tmp_path / "one.png")
+    colour = np.stack([grey] * 3, axis=2)
+    kinds = [grey, colour, grey_image, torch.from_numpy(grey), torch.from_numpy(grey)[None],
+             torch.from_numpy(colour).permute(2, 0, 1), str(tmp_path / "one.png")]  # fmt: skip
+    answers = {classifier.predict(kind).tolist()[0] for kind in kinds}
+    assert len(answers) == 1
+    assert all(len(classifier.predict(kind)) == 1 for kind in kinds)
+
+
+def test_classes_a_dataset_only_names_are_not_learned() -> None:
+    class Pairs(torch.utils.data.Dataset[Any]):
+        classes = ("never", NAMES[0], "nowhere", NAMES[1])
+
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            row = index % 2
+            return drawings([row], 20)[0][index], 2 * row + 1
+
+    classifier = ContinualClassifier(method="ncm")
+    assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
+    named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
+    inner = inputs._labelled
+    try:
+        inputs._labelled = lambda *_: Labelled(named, ("a", "b", "c"))  # type: ignore[assignment]
+        found = labelled("anything")
+    finally:
+        inputs._labelled = inner
+    assert found.names == ("c",)
+    assert found.split.labels.tolist() == [0] * 4
+
+
 # -- files that are not what they should be
 
 
@@ -368,35 +491,56 @@ def test_a_damaged_model_is_refused(how: str, tmp_path: Path) -> None:
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Rewrite a model's description with a right hash, as a stranger could."""
-    model = store.read_model(folder)
-    change(model.description)
-    (folder / "model.safetensors").write_bytes(store.packed(model))
+    file = folder / "model.safetensors"
+    header, body = store._parts(file.read_bytes(), file)
+    description = json.loads(header["__metadata__"]["description"])
+    replaced = change(description)
+    text = json.dumps(description if replaced is None else replaced)
+    digest = hashlib.sha256(text.encode() + body).hexdigest()
+    header["__metadata__"] = {"description": text, "sha256": digest}
+    start = json.dumps(header).encode()
+    file.write_bytes(len(start).to_bytes(8, "little") + start + body)
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    "change",
     [
-        (lambda d: d.update(method="/tmp/evil.py:Evil"), BadOption),
-        (lambda d: d.update(method="er-5000"), BadOption),
-        (lambda d: d.update(method=3), CorruptFile),
-        (lambda d: d.update(options={"no such option": 1}), CodaError),
-        (lambda d: d.update(options=None), CorruptFile),
-        (lambda d: d.update(training={"epochs": -1}), CodaError),
-        (lambda d: d.update(classes=["a"]), CorruptFile),
-        (lambda d: d.update(classes=["a", "a"]), CorruptFile),
-        (lambda d: d.update(classes="ab"), CorruptFile),
-        (lambda d: d.update(tasks={}), CorruptFile),
-        (lambda d: d["backbone"].update(fingerprint="0" * 64), WrongBackbone),
-        (lambda d: d["backbone"].update(name="no-such-backbone"), CodaError),
-        (lambda d: d.pop("backbone"), CorruptFile),
+        lambda d: d.update(method="/tmp/evil.py:Evil"),
+        lambda d: d.update(method="er-5000"),
+        lambda d: d.update(method=3),
+        lambda d: d.update(format=2),
+        lambda d: d.update(options={"no such option": 1}),
+        lambda d: d.update(options={"seed": 1}),
+        lambda d: d.update(options={"device": "cuda"}),
+        lambda d: d.update(options=None),
+        lambda d: d.update(training={"epochs": -1}),
+        lambda d: d.update(training={"method": "ncm"}),
+        lambda d: d.update(classes=["a"]),
+        lambda d: d.update(classes=["a", "a"]),
+        lambda d: d.update(classes="ab"),
+        lambda d: d.update(tasks={}),
+        lambda d: d.update(tasks=[1]),
+        lambda d: d.update(tasks=[{}]),
+        lambda d: d["tasks"][0].update(temperature=-1.0),
+        lambda d: d["tasks"][0].update(new=d["tasks"][0]["new"] * 2),
+        lambda d: d.update(temperature=float("nan")),
+        lambda d: d.update(pixels={}),
+        lambda d: d["backbone"].update(fingerprint="0" * 64),
+        lambda d: d["backbone"].update(name="no-such-backbone"),
+        lambda d: d.pop("backbone") and None,
+        lambda d: [1],
+        lambda d: d.update(method="ranpac", options={"width": 10**7}),
+        lambda d: d.update(method="ranpac", options={"width": 64}),
     ],
 )
 def test_a_stranger_s_model_can_at_worst_be_refused(
-    change: Callable[[dict[str, Any]], object], error: type[CodaError], tmp_path: Path
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
 ) -> None:
     taught(range(2), method="ncm").save(tmp_path)
+    changed(tmp_path, lambda d: None)
+    assert ContinualClassifier.load(tmp_path).classes_ == list(NAMES[:2])
     changed(tmp_path, change)
-    with pytest.raises(error):
+    with pytest.raises(CodaError):
         ContinualClassifier.load(tmp_path)
 
 
@@ -515,6 +659,8 @@ def test_a_photograph_lying_on_its_side_is_seen_upright(tmp_path: Path) -> None:
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "side.png", exif=exif)
     first, second = classifier.predict_proba([tmp_path / "upright.png", tmp_path / "side.png"])
     np.testing.assert_allclose(first, second, atol=1e-6)
+    opened = classifier.predict_proba(Image.open(tmp_path / "side.png"))[0]
+    np.testing.assert_allclose(first, opened, atol=1e-6)
 
 
 def test_colours_are_converted_as_expected(tmp_path: Path) -> None:
@@ -612,13 +758,34 @@ def test_the_temperature_has_the_least_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 7 * torch.randn(400, 5, generator=generator)
     labels = torch.multinomial(torch.softmax(logits / 3, dim=1), 1, generator=generator)[:, 0]
-    found = calibration.fitted_temperature(logits, labels)
+    found = calibration.fitted_temperature(logits, labels, usual=1.0)
     assert found == pytest.approx(3, rel=0.15)
 
     def loss(temperature: float) -> float:
-        return float(torch.nn.functional.cross_entropy(logits.double() / temperature, labels))
+        likelihood = torch.nn.functional.cross_entropy(logits.double() / temperature, labels)
+        return float(likelihood) + 10 / 400 * math.log(temperature) ** 2
 
     assert all(loss(found) <= loss(found * factor) for factor in (0.9, 0.99, 1.01, 1.1))
+
+
+def test_a_few_images_that_are_all_right_do_not_make_it_certain() -> None:
+    logits = torch.eye(3)
+    found = calibration.fitted_temperature(logits, torch.arange(3), usual=0.1)
+    assert 0.03 < found < 0.2
+    assert calibration.merged_temperature([], usual=0.1) == 0.1
+    assert calibration.merged_temperature([(0.2, 30), (5.0, 0)], 0.1) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_probabilities_of_small_tasks_are_neither_certain_nor_flat(validation: float) -> None:
+    classifier = ContinualClassifier()
+    for row in range(6):
+        classifier.learn(*drawings([row], count=10), validation=validation)
+    images, names = drawings(range(6), test=True)
+    found = classifier.evaluate(images, names)
+    sure = np.median(classifier.predict_proba(images).max(axis=1))
+    assert 0.4 < sure < 0.99
+    assert found.calibration_error < 0.2
 
 
 def test_the_calibration_error_by_hand() -> None:

@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 
 Model = Annotated[Path, typer.Argument(help="The model's folder.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+SkipBad = Annotated[bool, typer.Option(help="Go on without unreadable files.")]
 Methods = Annotated[
     str, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
 ]
@@ -209,7 +211,8 @@ def learn(
     watch: Annotated[
         Path | None, typer.Option(help="Images of old classes: what is forgotten is told.")
     ] = None,
-    skip_bad: Annotated[bool, typer.Option(help="Go on without unreadable files.")] = False,
+    device: Device = "auto",
+    skip_bad: SkipBad = False,
     as_json: AsJson = False,
 ) -> None:
     """Learn classes from a folder; the model is made if it does not exist.
@@ -218,10 +221,9 @@ def learn(
     """
     from coda_prompt.learner import command
 
-    options = {} if epochs is None else {"epochs": epochs}
     command.learn(
-        model, folder, backbone=backbone, method=method, options=options, validation=val,
-        watch=watch, skip_bad=skip_bad, as_json=as_json,
+        model, folder, backbone=backbone, method=method, device=device, epochs=epochs,
+        validation=val, watch=watch, skip_bad=skip_bad, as_json=as_json,
     )  # fmt: skip
 
 
@@ -233,12 +235,15 @@ def learn(
 def predict(
     model: Model,
     images: Annotated[
-        list[str], typer.Argument(help="Files and folders; - reads paths from standard input.")
+        list[str],
+        typer.Argument(help="Files, folders, patterns; - reads paths from standard input."),
     ],
     top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
     unknown_below: Annotated[
         float, typer.Option(min=0, max=1, help="Less sure than this: the class is `unknown`.")
     ] = 0.0,
+    device: Device = "auto",
+    skip_bad: SkipBad = False,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV on standard output.")] = False,
 ) -> None:
@@ -246,20 +251,23 @@ def predict(
     from coda_prompt.learner import command
 
     command.predict(
-        model, images, top=top, unknown_below=unknown_below, as_json=as_json, as_csv=as_csv
-    )
+        model, images, top=top, unknown_below=unknown_below, device=device, skip_bad=skip_bad,
+        as_json=as_json, as_csv=as_csv,
+    )  # fmt: skip
 
 
 @app.command(epilog="Example: `coda evaluate my-model test-photos/`")
 def evaluate(
     model: Model,
     folder: Annotated[str, typer.Argument(help="A folder with one folder of images per class.")],
+    device: Device = "auto",
+    skip_bad: SkipBad = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model: over all, each class, and what each task kept."""
     from coda_prompt.learner import command
 
-    command.evaluate(model, folder, as_json=as_json)
+    command.evaluate(model, folder, device=device, skip_bad=skip_bad, as_json=as_json)
 
 
 @app.command(epilog="Example: `coda info my-model`")

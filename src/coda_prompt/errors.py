@@ -12,7 +12,7 @@ class CodaError(Exception):
     exit_code = 2
 
 
-def _listed(names: Iterable[object], most: int = 5) -> str:
+def listed(names: Iterable[object], most: int = 5) -> str:
     shown = [str(name) for name in names]
     rest = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + rest
@@ -46,7 +46,7 @@ class OddPromptLength(CodaError):
 class TooManyBlocks(CodaError):
     def __init__(self, blocks: Sequence[int], depth: int) -> None:
         super().__init__(
-            f"Prompts are asked for in blocks {_listed(blocks, 20)}, but this ViT has {depth} "
+            f"Prompts are asked for in blocks {listed(blocks, 20)}, but this ViT has {depth} "
             f"blocks (0 to {depth - 1}). Name blocks below {depth}."
         )
 
@@ -80,7 +80,7 @@ class WrongRows(CodaError):
 class NotLearned(CodaError):
     def __init__(self, name: str, rows: Sequence[int]) -> None:
         super().__init__(
-            f"{name} has not learned classes {_listed(rows)} yet. Learn their task before testing "
+            f"{name} has not learned classes {listed(rows)} yet. Learn their task before testing "
             "them."
         )
 
@@ -104,7 +104,7 @@ class BadImage(CodaError):
 
 
 class BadImages(CodaError):
-    """Every file that cannot be read, told before anything is learned."""
+    """Every file that cannot be read, told before anything is done."""
 
     def __init__(self, problems: Sequence[BadImage], most: int = 20) -> None:
         lines = [f"  {problem}" for problem in problems[:most]]
@@ -113,7 +113,7 @@ class BadImages(CodaError):
         self.problems = tuple(problems)
         count = f"{len(problems)} files" if len(problems) > 1 else "A file"
         super().__init__(
-            f"{count} cannot be used, and nothing was learned. Mend or remove them, or pass "
+            f"{count} cannot be used, and nothing was done. Mend or remove them, or pass "
             "--skip-bad (skip_bad=True) to go on without them:\n" + "\n".join(lines)
         )
 
@@ -128,7 +128,7 @@ class KeyMismatch(CodaError):
 
     def __init__(self, path: object, missing: Sequence[str], unexpected: Sequence[str]) -> None:
         parts = [
-            f"{kind} {_listed(keys)}"
+            f"{kind} {listed(keys)}"
             for kind, keys in (("missing", missing), ("unexpected", unexpected))
             if keys
         ]
@@ -225,8 +225,8 @@ class NotTaught(CodaError):
             super().__init__("The classifier has not learned any class yet. Call learn first.")
         else:
             super().__init__(
-                f"The classifier does not know {_listed(unknown)}. Leave them out, or learn them "
-                f"first; it knows {len(known)} classes: {_listed(known)}."
+                f"The classifier does not know {listed(unknown)}. Leave them out, or learn them "
+                f"first; it knows {len(known)} classes: {listed(known)}."
             )
 
 
@@ -251,6 +251,6 @@ class LostWorker(CodaError):
 class ChangedRun(CodaError):
     def __init__(self, folder: object, differences: Sequence[str]) -> None:
         super().__init__(
-            f"{folder} holds a run with another configuration ({_listed(differences)}). Use "
+            f"{folder} holds a run with another configuration ({listed(differences)}). Use "
             "another folder for this one, or remove the old one."
         )

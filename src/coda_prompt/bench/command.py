@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from coda_prompt.bench import page, plots, report, tables
 from coda_prompt.bench.config import Benchmark, Override, check_rows, load_benchmark
@@ -16,12 +13,11 @@ from coda_prompt.bench.parallel import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
 from coda_prompt.bench.runner import Run, row_folder, run_in_turn, runs_of, write_json
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
+from coda_prompt.console import messages, output, print_json
 from coda_prompt.errors import BadOption
 
 SAVED = "benchmark.json"
 """The resolved benchmark beside its runs; `coda bench` takes it as it takes a preset."""
-
-WIDE = 240
 
 
 @dataclass(frozen=True)
@@ -40,18 +36,18 @@ def bench(name: str, chosen: str, overrides: Sequence[Override], manner: Manner)
     names = _methods(benchmark, chosen)
     runs = runs_of(benchmark, names, manner.out)
     if manner.dry_run:
-        _print_json({"runs": [run.config for run in runs]})
+        print_json({"runs": [run.config for run in runs]})
         return
     folder = manner.out / benchmark.name
     finished = _run_all(runs, manner, {folder / SAVED: benchmark.resolved(names)})
     table = report.rows(finished)
     if manner.as_json:
-        _print_json({"rows": table})
+        print_json({"rows": table})
         return
     pictures = plots.all_pictures(finished, folder)
     title = f"{benchmark.name}: {benchmark.description}"
-    _output().print(tables.short(table, title).rich())
-    Console(stderr=True).print("Pictures: " + ", ".join(str(path) for path in pictures))
+    output().print(tables.short(table, title).rich())
+    messages().print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
 def sweep(
@@ -65,32 +61,32 @@ def sweep(
     found = load_sweep(name, benchmark, _split(chosen), values)
     runs = sweep_runs(found, overrides, manner.out)
     if manner.dry_run:
-        _print_json({"runs": [run.config for run in runs]})
+        print_json({"runs": [run.config for run in runs]})
         return
     finished = _run_all(runs, manner, {})
     rows = report.sweep_rows(finished)
     if manner.as_json:
-        _print_json({"rows": rows})
+        print_json({"rows": rows})
         return
     folder = runs[0].folder.parents[2]
     pictures = plots.sweep_pictures(finished, folder)
     for table in tables.sweep(rows):
-        _output().print(table.rich())
-    Console(stderr=True).print("Pictures: " + ", ".join(str(path) for path in pictures))
+        output().print(table.rich())
+    messages().print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
 def write_report(folder: Path, out: Path, *, as_json: bool) -> None:
     runs = report.read_runs(folder)
     parts, written = page.write_report(runs, folder, out)
     if as_json:
-        _print_json({"parts": {part.title: part.rows for part in parts}})
+        print_json({"parts": {part.title: part.rows for part in parts}})
         return
-    console = _output()
+    console = output()
     for part in parts:
         console.rule(part.title)
         for table in part.tables:
             console.print(table.rich())
-    Console(stderr=True).print(f"Report: {written}")
+    messages().print(f"Report: {written}")
 
 
 def _run_all(
@@ -102,7 +98,7 @@ def _run_all(
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))
-    with BenchProgress(todo, Console(stderr=True)) as progress:
+    with BenchProgress(todo, messages()) as progress:
         if manner.jobs > 1 and len(todo) > 1:
             going = run_in_parallel(todo, manner.jobs, progress.on_event)
         else:
@@ -132,13 +128,3 @@ def _methods(benchmark: Benchmark, chosen: str) -> list[str]:
 
 def _split(chosen: str) -> list[str]:
     return [name.strip() for name in chosen.split(",") if name.strip()]
-
-
-def _output() -> Console:
-    """Standard output; a file or a pipe gets lines as long as they need to be."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDE)
-
-
-def _print_json(content: object) -> None:
-    print(json.dumps(content, indent=2))  # noqa: T201

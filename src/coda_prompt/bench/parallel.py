@@ -74,7 +74,7 @@ def _work(runs: list[Run], waiting: Any, told: Any, threads: int) -> None:
 
         try:
             execute(runs[number], inputs, tell)
-        except CodaError as error:
+        except (CodaError, OSError) as error:
             told.put((number, str(error)))
             return
         told.put((number, None))

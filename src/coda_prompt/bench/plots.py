@@ -89,6 +89,8 @@ def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
     for method, own in _best_first(runs):
         found = summary(own)
         accuracy, share = found["A_N"], found["trained_parameters"]["mean"]
+        if accuracy["mean"] is None:
+            continue  # a task without test images has no accuracy
         deviation = accuracy["std"] if len(own) > 1 else None
         style = {**_style(method), "linestyle": "none", "markersize": 8}
         axes.errorbar(share, accuracy["mean"], deviation, capsize=3, label=method, **style)
@@ -146,7 +148,9 @@ def _swept(rows: Sequence[dict[str, Any]], axis: str) -> Figure:
     values = list(dict.fromkeys(str(row["value"]) for row in rows))
     numbers = all(is_number(row["value"]) for row in rows)
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
+        own = [row for row in rows if row["method"] == method and row["A_N"]["mean"] is not None]
+        if not own:
+            continue
         places = [row["value"] if numbers else values.index(str(row["value"])) for row in own]
         mean = np.array([row["A_N"]["mean"] for row in own])
         deviation = np.array([row["A_N"]["std"] for row in own])
@@ -184,7 +188,7 @@ def save(figure: Figure, path: Path) -> Path:
 def _best_first(runs: Sequence[FinishedRun]) -> list[tuple[str, list[FinishedRun]]]:
     """The rows in the order their lines end in, as a legend is read."""
     groups = by_method(runs).items()
-    return sorted(groups, key=lambda group: -summary(group[1])["A_N"]["mean"])
+    return sorted(groups, key=lambda group: -(summary(group[1])["A_N"]["mean"] or 0.0))
 
 
 def _one_plot() -> tuple[Figure, Axes]:

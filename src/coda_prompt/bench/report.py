@@ -14,8 +14,8 @@ import numpy as np
 import yaml
 
 from coda_prompt import metrics
-from coda_prompt.bench.runner import CONFIG, RESULT, read_json
-from coda_prompt.errors import CorruptFile, MissingData
+from coda_prompt.bench.runner import CONFIG, RESULT, difference, read_json, shared_config
+from coda_prompt.errors import ChangedRun, CorruptFile, MissingData
 from coda_prompt.methods import METHODS
 
 REFERENCE = "coda-p"
@@ -79,6 +79,7 @@ def read_run(folder: Path) -> FinishedRun:
     try:
         run = FinishedRun(config["method"], config["training"]["seed"], config, result, folder)
         run.measures()
+        config["name"], config["implementation"], config["options"]
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -112,8 +113,26 @@ def by_method(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
     return grouped(runs, lambda run: run.method)
 
 
+def check_comparable(runs: Sequence[FinishedRun]) -> None:
+    """Refuse to put runs of different benchmarks, or trials of different settings, in a table."""
+    for run in runs[1:]:
+        if changed := difference(shared_config(runs[0].config), shared_config(run.config)):
+            raise ChangedRun(run.folder, changed)
+    for own in by_method(runs).values():
+        first, *others = [_without_seed(run.config) for run in own]
+        for run, config in zip(own[1:], others, strict=True):
+            if changed := difference(first, config):
+                raise ChangedRun(run.folder, changed)
+
+
+def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
+    training = {key: value for key, value in config["training"].items() if key != "seed"}
+    return {**config, "training": training}
+
+
 def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     """One row a method, in the order of the runs: mean and deviation of every measure."""
+    check_comparable(runs)
     groups = by_method(runs)
     reference = {run.seed: run.measures()["A_N"] for run in groups.get(REFERENCE, [])}
     table = []

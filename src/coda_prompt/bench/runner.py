@@ -96,7 +96,7 @@ class Run:
             return False
         before = read_json(held)
         if before != (now := _as_json(self.config)):
-            raise ChangedRun(self.folder, _difference(before, now))
+            raise ChangedRun(self.folder, difference(before, now))
         return (self.folder / RESULT).exists()
 
 
@@ -196,6 +196,8 @@ def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
     with (run.folder / LOG).open("w", encoding="utf-8") as log:
 
         def tell(event: Event) -> None:
+            if event.kind == "pass":
+                return
             if event.kind != "step":
                 log.write(json.dumps(_told(event)) + "\n")
                 log.flush()
@@ -226,10 +228,12 @@ def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
 
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
-    """Rows of one table are measured on the same data and weights."""
+    """Rows of one table are measured on the same stream, data and weights."""
+    own = shared_config(_as_json(run.config))
     for result in sorted(run.folder.parent.parent.glob(f"*/trial-*/{RESULT}")):
         before = read_json(result.with_name(ENVIRONMENT))
-        changed = [
+        changed = difference(shared_config(read_json(result.with_name(CONFIG))), own)
+        changed += [
             f"{name} sha256: {held} -> {surroundings[name]['sha256']}"
             for name in ("data", "backbone")
             if (held := before.get(name, {}).get("sha256")) != surroundings[name]["sha256"]
@@ -272,7 +276,7 @@ def parameters(method: Method, backbone: ViT) -> dict[str, Any]:
 def _counted(run: Run, method: Method, sizes: Sequence[int]) -> dict[str, float] | None:
     try:
         return multiply_adds(run.benchmark, run.method, method.vit_config, sizes)._asdict()
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:  # noqa: BLE001 (a method of others may do anything; its run counts)
         log.warning("The operations of %s cannot be counted: %s", run.method, error)
         return None
 
@@ -344,21 +348,31 @@ def _without_nan(matrix: np.ndarray) -> list[list[float | None]]:
 
 def _commit() -> str | None:
     """Of the checkout this package runs from, if it is one."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    git = ["git", "-C", str(Path(__file__).parent)]
+    tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
+    described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        for command in (tracked, described):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            if done.returncode:
+                return None
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
+def shared_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What all rows of a table have to have in common."""
+    own = ("method", "implementation", "options", "training", "sweep", "description")
+    return {key: value for key, value in config.items() if key not in own}
+
+
+def difference(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
     lines = []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            lines += _difference(old, new, f"{path}{key}.")
+            lines += difference(old, new, f"{path}{key}.")
         elif old != new:
             lines.append(f"{path}{key}: {old} -> {new}")
     return lines

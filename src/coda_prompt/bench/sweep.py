@@ -32,7 +32,8 @@ class Line(Section):
 
     methods: tuple[str, ...] = Field(min_length=1)
     field: str = Field(min_length=1)
-    values: tuple[Any, ...] = Field(min_length=1)
+    values: tuple[Any, ...] = ()
+    """None: the one value the benchmark itself has."""
     axis: str = ""
     """What the values are called; lines with the same share a picture. Empty: the field."""
 
@@ -80,7 +81,7 @@ def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[R
     runs = []
     for line in sweep.lines:
         for method in line.methods:
-            for value in line.values:
+            for value in line.values or (_own_value(sweep, overrides, line),):
                 setting = (line.path(method), value)
                 benchmark = load_benchmark(sweep.benchmark, [*common, *overrides, setting])
                 check_rows(benchmark, [method])
@@ -91,7 +92,21 @@ def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[R
                     replace(run, folder=home / run.folder.name, point=point)
                     for run in runs_of(benchmark, [method], out)
                 ]
+    twins = [run.folder for run in runs]
+    for folder in twins:
+        if twins.count(folder) > 1:
+            raise BadOption("coda sweep", "values", f"{folder.parent} would be run twice")
     return sorted(runs, key=lambda run: run.seed)
+
+
+def _own_value(sweep: Sweep, overrides: Sequence[Override], line: Line) -> Any:
+    """What the benchmark says in a field that a line has no values for."""
+    found: Any = load_benchmark(sweep.benchmark, overrides).model_dump(mode="json")
+    for part in line.field.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    if found is None:
+        raise BadOption("coda sweep", "values", f"say which values '{line.field}' shall take")
+    return found
 
 
 def _with_values(fields: dict[str, Any], values: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number
-from coda_prompt.methods import describe
+from coda_prompt.console import table
+from coda_prompt.methods import METHODS, describe
 
 Row = Mapping[str, Any]
 DASH = "-"
@@ -89,12 +90,7 @@ class Table:
         )
 
     def rich(self) -> RichTable:
-        shown = RichTable(title=self.title)
-        for number, head in enumerate(self.heads):
-            shown.add_column(head, no_wrap=number == 0, overflow="fold")
-        for line in self.cells:
-            shown.add_row(*line)
-        return shown
+        return table(self.heads, self.cells, self.title)
 
 
 def short(rows: Sequence[Row], title: str) -> Table:
@@ -129,7 +125,7 @@ def sweep(rows: Sequence[Row]) -> list[Table]:
                 for row in own
                 if (row["method"], row["field"]) == (method, field)
             }
-            best = max(line, key=lambda value: line[value]["A_N"]["mean"])
+            best = max(line, key=lambda value: line[value]["A_N"]["mean"] or 0.0)
             cells = [cell(line[value], "A_N") if value in line else DASH for value in values]
             lines.append([method, field, *cells, best if len(line) > 1 else DASH])
         shown = [value.strip('"') for value in values]
@@ -202,7 +198,7 @@ def _settings(runs: Sequence[FinishedRun]) -> Table:
 
 
 def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    if ".py:" in config["implementation"]:
+    if config["implementation"] not in METHODS:
         return dict(config["options"])  # a report runs no code of others
     described = describe(config["implementation"])["options"]
     defaults = {option["name"]: json.loads(json.dumps(option["default"])) for option in described}

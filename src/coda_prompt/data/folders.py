@@ -45,6 +45,11 @@ def images_by_class(root: Path) -> dict[str, list[str]]:
     return files
 
 
+def images_below(root: Path) -> list[str]:
+    """All images in and below a folder, sorted."""
+    return sorted(_images_below(str(root), frozenset()))
+
+
 def _images_below(folder: str, above: Identities) -> Iterator[str]:
     """Links lead neither to a folder above, which holds other classes, nor twice into one."""
     seen = set(above)

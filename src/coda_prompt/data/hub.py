@@ -45,12 +45,30 @@ def hub_source(name: str) -> Source:
 
     Of several class columns the finest counts: CIFAR-100 also has one of 20 superclasses.
     """
+    parts = _parts(name)
+    if not {"train", "test"} <= set(parts):
+        raise _misfit(name, "it has not both splits train and test")
+    (train, names), (test, _) = (
+        labelled_rows(f"{name}/{part}", parts[part]) for part in ("train", "test")
+    )
+    return Source(name, names, train, test)
+
+
+def hub_part(name: str, part: str) -> tuple[HubSplit, tuple[str, ...]]:
+    """One part of a dataset as a split, and the names of its classes."""
+    parts = _parts(name)
+    if part not in parts:
+        raise _misfit(name, f"it has no split {part} (but {', '.join(sorted(parts))})")
+    return labelled_rows(f"{name}/{part}", parts[part])
+
+
+def _parts(name: str) -> Any:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as problem:
         raise MissingExtra(f"{PREFIX}{name}", "datasets") from problem
     try:
-        parts = datasets.load_dataset(name)
+        return datasets.load_dataset(name)
     except Exception as problem:  # the package raises many kinds, of its own and of the network
         raise MissingData(
             f"{PREFIX}{name}",
@@ -58,12 +76,6 @@ def hub_source(name: str) -> Source:
             "Check its name (owner/dataset) and the network, or fetch it first on a machine that "
             "has one.",
         ) from problem
-    if not {"train", "test"} <= set(parts):
-        raise _misfit(name)
-    (train, names), (test, _) = (
-        labelled_rows(f"{name}/{part}", parts[part]) for part in ("train", "test")
-    )
-    return Source(name, names, train, test)
 
 
 def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
@@ -73,14 +85,11 @@ def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
     images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
     classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if not (images and classes):
-        raise _misfit(name)
+        raise _misfit(name, "it has not both an image and a class column")
     label = max(classes, key=lambda key: features[key].num_classes)
     return HubSplit(name, rows, images[0], label), tuple(features[label].names)
 
 
-def _misfit(name: str) -> MissingData:
-    return MissingData(
-        f"{PREFIX}{name}",
-        "it has not both splits train and test with an image and a class column",
-        "Name another dataset, or save its images to folders and point at them.",
-    )
+def _misfit(name: str, problem: str) -> MissingData:
+    remedy = "Name another dataset, or save its images to folders and point at them."
+    return MissingData(f"{PREFIX}{name}", problem, remedy)

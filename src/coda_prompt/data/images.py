@@ -60,7 +60,7 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
             if image.mode not in _READABLE:
                 raise BadImage(path, f"its colours ({image.mode}) cannot be turned into RGB")
             image.load()
-            return _upright(image)
+            return upright(image)
     except BadImage:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as problem:
@@ -71,7 +71,7 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
         raise BadImage(path, f"it cannot be decoded ({problem})") from problem
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
     """As `ImageOps.exif_transpose`, which rewrites the EXIF data and fails on a damaged one."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from coda_prompt.data.images import as_channels
+from coda_prompt.errors import listed
 from coda_prompt.learner.inputs import Labelled
 from coda_prompt.pixels import Pixels
 
 FEW = 5
 IMBALANCE = 10
+MOST_COMPARED = 300
 LOOKED_AT = 32
 """Images whose size and colours are looked at."""
 
@@ -27,12 +29,12 @@ def warnings(images: Labelled, known: Sequence[str], backbone: str, pixels: Pixe
     if few:
         found.append(
             f"{len(few)} of {len(counts)} classes have fewer than {FEW} images "
-            f"({_listed(few)}): expect mistakes on them, and none is held out to measure it"
+            f"({_quoted(few)}): expect mistakes on them, and none is held out to measure it"
         )
     single = [name for name, count in counts.items() if count == 1]
     if single:
         found.append(
-            f"{_listed(single)}: learned from one image, so that what the model keeps of the class "
+            f"{_quoted(single)}: learned from one image, so that what the model keeps of the class "
             "is that image's feature"
         )
     if len(counts) > 1 and max(counts.values()) > IMBALANCE * min(counts.values()):
@@ -53,14 +55,17 @@ def near_duplicates(new: Sequence[str], known: Sequence[str]) -> list[tuple[str,
     """Names that differ in case, spaces, accents, plural or one letter."""
     pairs = []
     names = [*known, *(name for name in new if name not in known)]
+    similar = len(names) <= MOST_COMPARED  # each with each takes its time
     plain = [_plain(name) for name in names]
     for place, name in enumerate(names):
         if name not in new:
             continue
         for other in range(place):
             first, second = plain[other], plain[place]
-            near = len(min(first, second, key=len)) > 4 and (
-                difflib.SequenceMatcher(None, first, second).ratio() > 0.92
+            near = (
+                similar
+                and len(min(first, second, key=len)) > 4
+                and (difflib.SequenceMatcher(None, first, second).ratio() > 0.92)
             )
             if not first.isdecimal() and (
                 first == second or (near and not _numbered(first, second))
@@ -111,6 +116,5 @@ def _photographs(images: Sequence[Any]) -> bool:
     return float(np.median(shades)) > 0.3
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"'{name}'" for name in names[:most]) + rest
+def _quoted(names: Sequence[str]) -> str:
+    return listed([f"'{name}'" for name in names])

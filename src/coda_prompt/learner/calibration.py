@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,19 +11,24 @@ from torch.nn import functional as F
 
 COLDEST, HOTTEST = 1e-3, 1e3
 BINS = 10
+PRIOR_IMAGES = 10
+"""How many held-out images weigh as much as what is known of the method's scores beforehand."""
 
 
-def fitted_temperature(logits: Tensor, labels: Tensor) -> float:
+def fitted_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
     """The temperature with the least negative log-likelihood, by golden section of its logarithm.
 
-    The likelihood of softmax(logits / T) has one minimum in 1 / T.
+    A few images that are all right would ask for certainty: the square of log(T / usual) counts as
+    much as the likelihood of some images does.
     """
     logits = logits.double()
+    weight = PRIOR_IMAGES / len(labels)
     low, high = math.log(COLDEST), math.log(HOTTEST)
     ratio = (math.sqrt(5) - 1) / 2
 
     def loss(place: float) -> float:
-        return float(F.cross_entropy(logits / math.exp(place), labels))
+        likelihood = float(F.cross_entropy(logits / math.exp(place), labels))
+        return likelihood + weight * (place - math.log(usual)) ** 2
 
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = loss(left), loss(right)
@@ -53,11 +59,11 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     return gap
 
 
-def merged_temperature(tasks: list[tuple[float, int]]) -> float:
-    """Of (temperature, held-out images) of each task: their geometric mean, weighted."""
+def merged_temperature(tasks: Sequence[tuple[float, int]], usual: float) -> float:
+    """Of (temperature, images it was fitted on) of each task: their geometric mean, weighted."""
     images = sum(count for _, count in tasks)
     if not images:
-        return 1.0
+        return usual
     return math.exp(sum(count * math.log(value) for value, count in tasks) / images)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from coda_prompt.learner.store import Description
 
 SHOWN = 40
 
 
-def card_of(description: Mapping[str, Any]) -> str:
+def card_of(description: Description) -> str:
     """Markdown with the hub's front matter."""
-    classes, tasks = description["classes"], description["tasks"]
+    classes, tasks = description.classes, description.tasks
     shown = ", ".join(classes[:SHOWN]) + (", …" if len(classes) > SHOWN else "")
     lines = [
         "---",
@@ -21,9 +20,9 @@ def card_of(description: Mapping[str, Any]) -> str:
         "",
         f"# An image classifier of {len(classes)} classes, learned in {len(tasks)} tasks",
         "",
-        f"Method `{description['method']}` on the frozen backbone "
-        f"`{description['backbone']['name']}`, by coda-prompt {description['coda_prompt']}. "
-        "The file holds what was learned; it holds neither the backbone nor any training image.",
+        f"Method `{description.method}` on the frozen backbone `{description.backbone.name}`, by "
+        f"coda-prompt {description.coda_prompt}. The file holds what was learned; it holds neither "
+        "the backbone nor any training image.",
         "",
         f"Classes: {shown}",
         "",
@@ -31,9 +30,9 @@ def card_of(description: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {number + 1} | {task['date'][:10]} | {len(task['new'])} | {len(task['continued'])} "
-        f"| {sum(task['images'].values())} | {percent(task['accuracy'])} "
-        f"| {percent(task['accuracy_own'])} |"
+        f"| {number + 1} | {task.date[:10]} | {len(task.new)} | {len(task.continued)} "
+        f"| {sum(task.images.values())} | {percent(task.accuracy)} "
+        f"| {percent(task.accuracy_own)} |"
         for number, task in enumerate(tasks)
     ]
     lines += [

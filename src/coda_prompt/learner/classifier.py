@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,68 +30,24 @@ from coda_prompt.learner.calibration import (
 )
 from coda_prompt.learner.card import card_of
 from coda_prompt.learner.inputs import Labelled, labelled, unlabelled
+from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
+from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Event, Training
+from coda_prompt.training.snapshot import Snapshot
 
 DEFAULT_METHOD = "ranpac"
 LARGEST_PROJECTION = 2048
 """Random features of RanPAC in a model: its statistics take 8 MB then, whatever the backbone."""
-FEWEST_TO_HOLD_OUT = 5
+FEWEST_TO_HOLD_OUT, FEWEST_TO_TRAIN = 5, 2
 POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
 POCKET_AUGMENTATION = Augmentation(scale=(0.6, 1.0), ratio=(0.8, 1.25), flip=0.5)
 
-
-@dataclass(frozen=True)
-class Learned:
-    """What one `learn` did."""
-
-    new: tuple[str, ...]
-    continued: tuple[str, ...]
-    """Classes that were known before and got more images."""
-    images: dict[str, int]
-    """Of each class, held-out ones included."""
-    held_out: int
-    accuracy: float | None
-    """On held-out images of this task, among all classes known; None where none were held out."""
-    accuracy_own: float | None
-    """The same among the classes of this task."""
-    calibration_error: float | None
-    seconds: float
-    warnings: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    """Files that could not be read."""
-    forgotten: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of classes of the folder to watch: accuracy before and after."""
-
-
-@dataclass(frozen=True)
-class ClassAccuracy:
-    images: int
-    accuracy: float
-
-
-@dataclass(frozen=True)
-class TaskAccuracy:
-    classes: tuple[str, ...]
-    images: int
-    accuracy: float
-    """Among all classes known."""
-    accuracy_own: float
-    """Among the task's own classes."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    images: int
-    accuracy: float
-    calibration_error: float
-    classes: dict[str, ClassAccuracy]
-    tasks: tuple[TaskAccuracy, ...]
-    """Tasks of which at least one class was tested."""
+OnEvent = Callable[[Event], None]
 
 
 class ContinualClassifier:
@@ -109,23 +65,17 @@ class ContinualClassifier:
         device: str = "auto",
         **options: Any,
     ) -> None:
-        kind = methods.find(method).type
-        if kind.keeps_images or kind.trains_on == "all":
-            raise BadOption(
-                "ContinualClassifier",
-                "method",
-                f"{method} needs old images again, and this classifier keeps none; take "
-                f"{DEFAULT_METHOD} or coda-p",
-            )
+        _refuse_unfit(method)
         self.backbone_name, self.method_name = backbone, method
+        self._fabric = _fabric(device)
         self._backbone: LoadedBackbone = load_backbone(backbone)
         of_training = {name: options.pop(name) for name in list(options) if name in _TRAINING}
-        if "width" in kind.Config.__dataclass_fields__:
+        if "width" in methods.find(method).type.Config.__dataclass_fields__:
             features = self._backbone.vit.config.width
             options.setdefault("width", min(LARGEST_PROJECTION, 16 * features))
         self._method = methods.make(method, self._backbone.vit, **options)
         pocket = POCKET_TRAINING if backbone == "pocket" else {}
-        self._training = make_config(
+        self._training: Training = make_config(
             Training, "the training", {"queries": "cached", **pocket, **of_training}
         )
         self._views = (
@@ -133,12 +83,30 @@ class ContinualClassifier:
             if backbone == "pocket"
             else Views(self._backbone.pixels)
         )
-        self._fabric = Fabric(accelerator=device, devices=1)
-        self._previous: store.Model | None = None
-        self.classes_: list[str] = []
+        self._tasks: list[TaskRecord] = []
+        self._current: store.Model | None = None
+        """As it was read or written, where nothing has changed since."""
+        self._previous: store.Model | Path | None = None
+        """Before the newest task; a folder: to be read there when it is needed."""
+
+    @property
+    def classes_(self) -> list[str]:
         """Names, in the order in which they were learned."""
-        self.tasks_: list[dict[str, Any]] = []
+        return [name for task in self._tasks for name in task.new]
+
+    @property
+    def tasks_(self) -> list[dict[str, Any]]:
         """What each `learn` brought: date, classes, images, accuracy at the time."""
+        return [task.model_dump() for task in self._tasks]
+
+    @property
+    def temperature(self) -> float:
+        """What scores are divided by before they become probabilities."""
+        return self._merged(self._tasks)
+
+    def _merged(self, tasks: list[TaskRecord]) -> float:
+        fits = [(task.temperature, task.fitted_on) for task in tasks]
+        return merged_temperature(fits, self._method.temperature)
 
     # -- learning
 
@@ -150,7 +118,8 @@ class ContinualClassifier:
         validation: float = 0.2,
         watch: Any = None,
         skip_bad: bool = False,
-        on_event: Callable[[Event], None] | None = None,
+        epochs: int | None = None,
+        on_event: OnEvent | None = None,
         on_start: Callable[[Labelled, list[str]], None] | None = None,
     ) -> Learned:
         """Learn the classes of `data`, new ones and more images of known ones.
@@ -158,7 +127,7 @@ class ContinualClassifier:
         `data` is a folder of class folders, `hub:owner/name`, a dataset of (image, label) pairs, or
         with `labels` paths, PIL images or arrays. `validation` is the share of each class held out
         to measure and to calibrate. `watch` are labelled images of classes known before, tested
-        before and after: what the task made the model forget.
+        before and after: what the task made the model forget. `epochs` is for this task alone.
 
         Where this fails or is interrupted, the classifier is as it was.
         """
@@ -166,59 +135,63 @@ class ContinualClassifier:
             raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad)
-        watched = None if watch is None else labelled(watch, skip_bad=skip_bad)
-        found = advice.warnings(images, self.classes_, self.backbone_name, self._backbone.pixels)
+        watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
+        known = self.classes_
+        found = advice.warnings(images, known, self.backbone_name, self._backbone.pixels)
+        if watched is not None and not set(watched.names) & set(known):
+            found.append("none of the watched classes was known before: nothing to forget yet")
         if on_start is not None:
             on_start(images, found)
-        before = self._accuracy_by_class(watched) if watched is not None and self.classes_ else {}
-        names = [*self.classes_, *(name for name in images.names if name not in self.classes_)]
-        task, held_out = self._task(images, names, validation)
-        previous = self._model() if self.classes_ else None
-        engine = self._engine(on_event)
-        engine.learn(self._method, task)
-        new = tuple(names[len(self.classes_) :])
-        continued = tuple(name for name in images.names if name not in new)
-        self.classes_ = names
-        measured = self._measured(engine, task, held_out)
-        counts = images.counts()
-        self.tasks_.append(
-            {
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "new": list(new),
-                "continued": list(continued),
-                "images": counts,
-                **measured,
-            }
-        )
-        self._previous = previous
-        after = self._accuracy_by_class(watched) if watched is not None else {}
+        previous = self._model() if known else None
+        before, records = Snapshot(self._method), list(self._tasks)
+        watched_before = self._accuracy_by_class(watched, known, on_event)
+        new = [name for name in images.names if name not in known]
+        task = self._task(images, [*known, *new], validation)
+        try:
+            self._engine(on_event, self._training_of(epochs)).learn(self._method, task)
+            record = self._record(images, new, len(task.test))
+            self._tasks = [*records, record]
+            if len(task.test):
+                record = self._measured(record, task, on_event)
+                self._tasks = [*records, record]
+            watched_after = self._accuracy_by_class(watched, known, on_event)
+        except BaseException:
+            before.restore()
+            self._tasks = records
+            raise
+        self._current, self._previous = None, previous
         return Learned(
-            new,
-            continued,
-            counts,
-            len(held_out),
-            measured["accuracy"],
-            measured["accuracy_own"],
-            measured["calibration_error"],
+            tuple(record.new),
+            tuple(record.continued),
+            record.images,
+            record.held_out,
+            record.accuracy,
+            record.accuracy_own,
+            record.calibration_error,
             time.perf_counter() - started,
             tuple(found),
             tuple(str(problem) for problem in images.bad),
-            {name: (before[name].accuracy, after[name].accuracy) for name in before},
+            {
+                name: (watched_before[name].accuracy, watched_after[name].accuracy)
+                for name in watched_before
+            },
         )
 
     def undo(self) -> None:
         """Back to the classifier before the newest task, bit for bit."""
-        if self._previous is None:
+        previous = self._past()
+        if previous is None:
             raise NothingToUndo("The classifier")
-        self._take(self._previous, "the previous version")
-        self._previous = None
+        self._take(previous, "the previous version")
+        self._current, self._previous = previous, None
 
     # -- predicting
 
     def predict(self, data: Any) -> NDArray[np.str_]:
         """The name of each image's class: one or many paths, PIL images or arrays."""
         chosen = self._logits(unlabelled(data)).argmax(dim=1).tolist()
-        return np.array([self.classes_[row] for row in chosen], dtype=str)
+        classes = self.classes_
+        return np.array([classes[row] for row in chosen], dtype=str)
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
         """N x classes, in the order of `classes_`; calibrated on held-out images."""
@@ -229,48 +202,46 @@ class ContinualClassifier:
         """The share of images whose class is right."""
         return self.evaluate(data, labels).accuracy
 
-    def evaluate(self, data: Any, labels: Any = None) -> Evaluation:
+    def evaluate(
+        self,
+        data: Any,
+        labels: Any = None,
+        *,
+        skip_bad: bool = False,
+        on_event: OnEvent | None = None,
+    ) -> Evaluation:
         """Accuracy over all, of each class and of each task, among all classes known."""
-        images = labelled(data, labels)
-        unknown = [name for name in images.names if name not in self.classes_]
+        images = labelled(data, labels, part="test", skip_bad=skip_bad)
+        classes = self.classes_
+        unknown = [name for name in images.names if name not in classes]
         if unknown:
-            raise NotTaught(unknown, self.classes_)
-        rows = torch.tensor([self.classes_.index(name) for name in images.names])
-        rows = rows[torch.from_numpy(images.split.labels)]
-        scores = self._logits(images.split)
-        chosen = scores.argmax(dim=1)
-        right = (chosen == rows).double()
+            raise NotTaught(unknown, classes)
+        rows = _rows(images, classes)
+        scores = self._logits(images.split, on_event=on_event)
+        right = (scores.argmax(dim=1) == rows).double()
         tasks = []
-        for task in self.tasks_:
-            own = torch.tensor(
-                [self.classes_.index(name) for name in task["new"]], dtype=torch.long
-            )
+        for number, task in enumerate(self._tasks):
+            own = torch.tensor([classes.index(name) for name in task.new], dtype=torch.int64)
             inside = torch.isin(rows, own)
             if inside.any():
                 among = own[scores[inside][:, own].argmax(dim=1)] == rows[inside]
-                accuracy = float(right[inside].mean())
-                count = int(inside.sum())
                 tasks.append(
-                    TaskAccuracy(tuple(task["new"]), count, accuracy, float(among.double().mean()))
+                    TaskAccuracy(
+                        number + 1,
+                        tuple(task.new),
+                        int(inside.sum()),
+                        float(right[inside].mean()),
+                        float(among.double().mean()),
+                    )
                 )
         calibrated = probabilities(scores.double(), self.temperature)
         return Evaluation(
             len(rows),
             float(right.mean()),
             expected_calibration_error(calibrated, rows),
-            {
-                name: ClassAccuracy(int(own.sum()), float(right[own].mean()))
-                for name in images.names
-                if (own := rows == self.classes_.index(name)).any()
-            },
+            _by_class(images, right),
             tuple(tasks),
-        )
-
-    @property
-    def temperature(self) -> float:
-        """What scores are divided by before they become probabilities."""
-        return merged_temperature(
-            [(task["temperature"], task["held_out"]) for task in self.tasks_ if task["held_out"]]
+            tuple(str(problem) for problem in images.bad),
         )
 
     # -- keeping
@@ -282,22 +253,23 @@ class ContinualClassifier:
 
     def write(self, folder: Path) -> None:
         """As `save`, for one who holds the folder's lock already."""
-        store.write_model(folder, self._model(), self._previous, card_of(self._describe()))
-
-    def set_training(self, **options: Any) -> None:
-        """How the next tasks are trained: `epochs`, `learning_rate`, ..."""
-        held = dataclasses.asdict(self._training)
-        self._training = make_config(Training, "the training", {**held, **options})
+        model = self._model()
+        store.write_model(folder, model, self._past(), card_of(model.description))
+        self._current = model
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: str = "auto") -> ContinualClassifier:
-        """A saved model, on the backbone it was learned on. No code of the folder is run."""
+    def load(
+        cls, folder: str | Path, *, backbone: str | None = None, device: str = "auto"
+    ) -> ContinualClassifier:
+        """A saved model, on the backbone it was learned on. No code of the folder is run.
+
+        `backbone` says where the weights are now, where the model was made with a file.
+        """
         place = Path(folder)
         model = store.read_model(place)
-        made = cls._from_description(model.description, place, device)
+        made = cls._made_as(model.description, place, backbone, device)
         made._take(model, place)
-        previous = store.read_previous(place)
-        made._previous = previous if previous and previous.version < model.version else None
+        made._current, made._previous = model, place
         return made
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -310,15 +282,18 @@ class ContinualClassifier:
         name: str | Path,
         *,
         revision: str | None = None,
+        backbone: str | None = None,
         device: str = "auto",
+        token: str | None = None,
         endpoint: str | None = None,
     ) -> ContinualClassifier:
         """From a folder or from the hub."""
         if Path(name).is_dir():
-            return cls.load(name, device=device)
+            return cls.load(name, backbone=backbone, device=device)
         from coda_prompt.learner.sharing import fetched
 
-        return cls.load(fetched(str(name), revision, endpoint), device=device)
+        folder = fetched(str(name), revision, token, endpoint)
+        return cls.load(folder, backbone=backbone, device=device)
 
     def push_to_hub(
         self,
@@ -331,151 +306,220 @@ class ContinualClassifier:
         """Upload the model and its card; the address of the commit comes back."""
         from coda_prompt.learner.sharing import pushed
 
-        card = card_of(self._describe())
-        return pushed(name, self._model(), card, private=private, token=token, endpoint=endpoint)
+        return pushed(name, self._model(), private=private, token=token, endpoint=endpoint)
 
     def export_onnx(self, path: str | Path) -> None:
         """Both passes in one graph, probabilities out, class names inside."""
-        if not self.classes_:
+        if not self._tasks:
             raise NotTaught([], [])
         from coda_prompt.learner.export import export_onnx
 
-        export_onnx(self._method, self.temperature, self._describe(), Path(path))
+        export_onnx(self._method, self._model().description, Path(path))
 
-    def description(self) -> dict[str, Any]:
-        """All that is known of the model but its tensors."""
-        return self._describe()
+    # -- a task
 
-    # -- inner parts
+    def _training_of(self, epochs: int | None) -> Training:
+        if epochs is None:
+            return self._training
+        held = dataclasses.asdict(self._training)
+        return make_config(Training, "the training", {**held, "epochs": epochs})
 
-    def _task(self, images: Labelled, names: list[str], validation: float) -> tuple[Task, Samples]:
+    def _record(self, images: Labelled, new: list[str], held_out: int) -> TaskRecord:
+        """Of the task just learned, but for what is measured."""
+        return TaskRecord(
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            new=new,
+            continued=[name for name in images.names if name not in new],
+            images=images.counts(),
+            held_out=held_out,
+            accuracy=None,
+            accuracy_own=None,
+            calibration_error=None,
+            temperature=self._method.temperature,
+            fitted_on=0,
+        )
+
+    def _task(self, images: Labelled, names: list[str], validation: float) -> Task:
+        index = len(self._tasks)
         rows = np.array([names.index(name) for name in images.names], np.int64)
         labels = rows[images.split.labels]
         held = np.zeros(len(labels), bool)
-        generator = keyed_generator(self._training.seed, len(self.tasks_), "held out")
+        generator = keyed_generator(self._training.seed, index, "held out")
         for row in rows:
             own = np.flatnonzero(labels == row)
             order = torch.randperm(len(own), generator=generator).numpy()
             if validation and len(own) >= FEWEST_TO_HOLD_OUT:
-                held[own[order[: max(1, round(validation * len(own)))]]] = True
+                count = min(max(1, round(validation * len(own))), len(own) - FEWEST_TO_TRAIN)
+                held[own[order[:count]]] = True
         kept, apart = np.flatnonzero(~held), np.flatnonzero(held)
         train = Samples(images.split, kept, labels[kept])
         test = Samples(images.split, apart, labels[apart])
-        return Task(len(self.tasks_), tuple(sorted(rows.tolist())), train, test), test
+        return Task(index, tuple(sorted(rows.tolist())), train, test)
 
-    def _measured(self, engine: Engine, task: Task, held_out: Samples) -> dict[str, Any]:
-        nothing = {"accuracy": None, "accuracy_own": None, "calibration_error": None}
-        if not len(held_out):
-            return {**nothing, "held_out": 0, "temperature": 1.0}
-        scores = engine.logits(self._method, held_out).cpu()
-        labels = torch.from_numpy(held_out.labels)
+    def _measured(self, record: TaskRecord, task: Task, on_event: OnEvent | None) -> TaskRecord:
+        """The record with what the held-out images say."""
+        scores = self._logits(task.test.split, task.test.indices, on_event)
+        labels = torch.from_numpy(task.test.labels)
         own = torch.tensor(task.classes)
         among = own[scores[:, own].argmax(dim=1)]
-        temperature = fitted_temperature(scores, labels) if scores.shape[1] > 1 else 1.0
-        calibrated = probabilities(scores.double(), temperature)
-        return {
+        told: dict[str, Any] = {
             "accuracy": float((scores.argmax(dim=1) == labels).double().mean()),
             "accuracy_own": float((among == labels).double().mean()),
-            "calibration_error": expected_calibration_error(calibrated, labels),
-            "held_out": len(held_out),
-            "temperature": temperature,
         }
+        if scores.shape[1] > 1:
+            usual = self._method.temperature
+            told |= {"temperature": fitted_temperature(scores, labels, usual)}
+            told |= {"fitted_on": len(labels)}
+        measured = record.model_copy(update=told)
+        temperature = self._merged([*self._tasks[:-1], measured])
+        error = expected_calibration_error(probabilities(scores.double(), temperature), labels)
+        return measured.model_copy(update={"calibration_error": error})
 
-    def _accuracy_by_class(self, images: Labelled | None) -> dict[str, ClassAccuracy]:
-        """Of the classes known now."""
+    def _accuracy_by_class(
+        self, images: Labelled | None, classes: list[str], on_event: OnEvent | None
+    ) -> dict[str, ClassAccuracy]:
+        """Of watched images, those of these classes."""
         if images is None:
             return {}
-        known = [place for place, name in enumerate(images.names) if name in self.classes_]
-        rows = np.array([self.classes_.index(images.names[place]) for place in known], np.int64)
-        chosen = np.flatnonzero(np.isin(images.split.labels, known))
+        wanted = [place for place, name in enumerate(images.names) if name in classes]
+        chosen = np.flatnonzero(np.isin(images.split.labels, wanted))
         if not len(chosen):
             return {}
-        scores = self._logits(images.split, chosen).argmax(dim=1).numpy()
-        found = {}
-        for place, row in zip(known, rows, strict=True):
-            own = images.split.labels[chosen] == place
-            right = float((scores[own] == row).mean())
-            found[images.names[place]] = ClassAccuracy(int(own.sum()), right)
-        return found
+        names = [images.names[label] for label in images.split.labels[chosen]]
+        guessed = self._logits(images.split, chosen, on_event).argmax(dim=1).tolist()
+        known = self.classes_
+        found: dict[str, list[bool]] = {}
+        for name, row in zip(names, guessed, strict=True):
+            found.setdefault(name, []).append(known[row] == name)
+        return {name: ClassAccuracy(len(own), float(np.mean(own))) for name, own in found.items()}
 
-    def _logits(self, split: Split, chosen: NDArray[np.int64] | None = None) -> Tensor:
-        if not self.classes_:
+    def _logits(
+        self,
+        split: Split,
+        chosen: NDArray[np.int64] | None = None,
+        on_event: OnEvent | None = None,
+    ) -> Tensor:
+        if not self._tasks:
             raise NotTaught([], [])
         indices = np.arange(len(split)) if chosen is None else chosen
         if not len(indices):
             return torch.zeros(0, len(self.classes_))
         samples = Samples(split, indices, np.zeros(len(indices), np.int64))
-        return self._engine(None).logits(self._method, samples).float().cpu()
+        once = dataclasses.replace(self._training, queries="exact")  # each image is seen once
+        return self._engine(on_event, once).logits(self._method, samples).float().cpu()
 
-    def _engine(self, on_event: Callable[[Event], None] | None) -> Engine:
+    def _engine(self, on_event: OnEvent | None, training: Training) -> Engine:
         told = {} if on_event is None else {"on_event": on_event}
-        return Engine(self._views, self._training, fabric=self._fabric, **told)
+        return Engine(self._views, training, fabric=self._fabric, **told)
+
+    # -- a model
 
     def _model(self) -> store.Model:
-        tensors = {
-            name: tensor.detach().cpu().clone()
-            for name, tensor in self._method.learned_state().items()
-        }
-        return store.Model(self._describe(), tensors)
+        if self._current is not None:
+            return self._current
+        state = self._method.learned_state()
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        described = Description(
+            format=store.FORMAT,
+            coda_prompt=__version__,
+            method=self.method_name,
+            options=_plain(dataclasses.asdict(self._method.config)),
+            training=_plain(dataclasses.asdict(self._training)),
+            backbone=store.BackboneRecord(
+                name=self.backbone_name,
+                fingerprint=self._backbone.vit.fingerprint(),
+                revision=self._backbone.revision,
+            ),
+            pixels=self._pixels(),
+            classes=self.classes_,
+            tasks=self._tasks,
+            temperature=self.temperature,
+        )
+        return store.Model(described, tensors)
 
-    def _describe(self) -> dict[str, Any]:
-        return {
-            "coda_prompt": __version__,
-            "version": len(self.tasks_),
-            "method": self.method_name,
-            "options": dataclasses.asdict(self._method.config),
-            "training": dataclasses.asdict(self._training),
-            "backbone": {
-                "name": self.backbone_name,
-                "fingerprint": self._backbone.vit.fingerprint(),
-                "revision": self._backbone.revision,
-            },
-            "pixels": {
-                **dataclasses.asdict(self._backbone.pixels),
-                "resize": self._views.resize,
-            },
-            "temperature": self.temperature,
-            "classes": list(self.classes_),
-            "tasks": [dict(task) for task in self.tasks_],
-        }
+    def _pixels(self) -> dict[str, Any]:
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self._backbone.pixels))
+        return {**plain, "resize": self._views.resize}
+
+    def _past(self) -> store.Model | None:
+        """The model before the newest task."""
+        if isinstance(self._previous, Path):
+            self._previous = store.read_previous(self._previous)
+        return self._previous
 
     @classmethod
-    def _from_description(
-        cls, description: dict[str, Any], place: object, device: str
+    def _made_as(
+        cls, description: Description, place: object, backbone: str | None, device: str
     ) -> ContinualClassifier:
-        method = store.text_field(description, "method", place)
-        backbone, options = description.get("backbone"), description.get("options")
-        training = description.get("training")
-        if not (
-            isinstance(backbone, dict) and isinstance(options, dict) and isinstance(training, dict)
-        ):
-            raise CorruptFile(place, "its description is not complete")
-        if method not in methods.METHODS:
-            raise BadOption(
-                str(place), "method", f"'{method}' does not come with this program, and no other "
-                "code is run for a model"
-            )  # fmt: skip
-        name = store.text_field(backbone, "name", place)
-        made = cls(name, method, device=device, **options, **training)
-        found = made._backbone.vit.fingerprint()
-        expected = store.text_field(backbone, "fingerprint", place)
+        """An untaught classifier of this description."""
+        if description.method not in methods.METHODS:
+            raise CorruptFile(
+                place, f"its method '{description.method}' does not come with this program"
+            )
+        if not description.training.keys() <= _TRAINING or {
+            "device", "backbone", "method", *_TRAINING
+        } & description.options.keys():  # fmt: skip
+            raise CorruptFile(place, "its options are not those of a method and a training")
+        name = backbone or description.backbone.name
+        options = {**description.options, **description.training}
+        made = cls(name, description.method, device=device, **options)
+        if backbone is not None:
+            made.backbone_name = description.backbone.name
+        found, expected = made._backbone.vit.fingerprint(), description.backbone.fingerprint
         if found != expected:
             raise WrongBackbone(place, expected, found)
+        if made._pixels() != description.pixels:
+            raise CorruptFile(place, "it was learned with other pixels than its backbone has")
         return made
 
     def _take(self, model: store.Model, place: object) -> None:
-        classes, tasks = model.description.get("classes"), model.description.get("tasks")
-        if (
-            not isinstance(classes, list)
-            or not isinstance(tasks, list)
-            or not all(isinstance(name, str) for name in classes)
-            or len(set(classes)) < len(classes)
-        ):
-            raise CorruptFile(place, "its description has no list of classes and tasks")
         self._method.load_learned_state(model.tensors)
-        if self._method.classes_seen != len(classes):
+        if self._method.classes_seen != len(model.description.classes):
             raise CorruptFile(place, "it names more or fewer classes than it has learned")
-        self.classes_, self.tasks_ = list(classes), [dict(task) for task in tasks]
+        self._tasks = list(model.description.tasks)
 
 
 _TRAINING = frozenset(field.name for field in dataclasses.fields(Training))
+
+
+def _refuse_unfit(method: str) -> None:
+    """Methods that need old images again, or whose file would be a whole network."""
+    kind = methods.find(method).type
+    if kind.keeps_images or kind.trains_on == "all":
+        problem = f"{method} needs old images again, and this classifier keeps none"
+    elif not kind.frozen_backbone:
+        problem = f"{method} changes the whole network, and a model keeps only what is beside it"
+    elif method not in methods.METHODS:
+        problem = "a model is only made with a method that comes with the program"
+    else:
+        return
+    raise BadOption("ContinualClassifier", "method", f"{problem}; take {DEFAULT_METHOD} or coda-p")
+
+
+def _fabric(device: str) -> Fabric:
+    try:
+        return Fabric(accelerator=device, devices=1)
+    except Exception as error:  # what Fabric raises differs from device to device
+        raise BadOption(
+            "ContinualClassifier", "device", f"'{device}' cannot be used here ({error})"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return json.loads(json.dumps(value))
+
+
+def _rows(images: Labelled, classes: list[str]) -> Tensor:
+    """The row of each image's class."""
+    rows = torch.tensor([classes.index(name) for name in images.names], dtype=torch.int64)
+    return rows[torch.from_numpy(images.split.labels)]
+
+
+def _by_class(images: Labelled, right: Tensor) -> dict[str, ClassAccuracy]:
+    labels = torch.from_numpy(images.split.labels)
+    found = {}
+    for place, name in enumerate(images.names):
+        own = labels == place
+        found[name] = ClassAccuracy(int(own.sum()), float(right[own].mean()))
+    return found

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from coda_prompt.errors import MissingExtra
 from coda_prompt.files import write_atomically
 from coda_prompt.learner.calibration import probabilities
+from coda_prompt.learner.store import Description
 from coda_prompt.methods import Method
 
 
@@ -29,9 +28,7 @@ class _Graph(nn.Module):
         return probabilities(self.method.logits(images), self.temperature)
 
 
-def export_onnx(
-    method: Method, temperature: float, description: Mapping[str, Any], path: Path
-) -> None:
+def export_onnx(method: Method, description: Description, path: Path) -> None:
     """Input `images` (N x C x H x W, normalised), output `probabilities` (N x classes).
 
     The file's metadata has the class names and the pixels the graph expects.
@@ -43,7 +40,7 @@ def export_onnx(
         raise MissingExtra("export to ONNX", "onnx") from error
     config = method.vit_config
     example = torch.zeros(2, config.channels, config.image_size, config.image_size)
-    graph = _Graph(method, temperature).to("cpu").eval()
+    graph = _Graph(method, description.temperature).to("cpu").eval()
     with torch.no_grad():
         graph(example)  # what is made at first use is made now
     loud = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
@@ -67,8 +64,7 @@ def export_onnx(
             logger.setLevel(level)
     assert program is not None
     model = program.model_proto
-    pixels = description["pixels"]
-    for name, value in (("classes", description["classes"]), ("pixels", pixels)):
+    for name, value in (("classes", description.classes), ("pixels", description.pixels)):
         entry = model.metadata_props.add()
         entry.key, entry.value = name, json.dumps(value)
     onnx.checker.check_model(model)

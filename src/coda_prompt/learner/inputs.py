@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ import torch
 from PIL import Image
 
 from coda_prompt.data import hub
-from coda_prompt.data.folders import FOLDERS_WANTED, class_folders, images_by_class
-from coda_prompt.data.images import SUFFIXES, open_image
-from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Split
+from coda_prompt.data.folders import (
+    FOLDERS_WANTED,
+    class_folders,
+    images_below,
+    images_by_class,
+)
+from coda_prompt.data.hub import HubSplit
+from coda_prompt.data.images import open_image, upright
+from coda_prompt.data.sources import ArraySplit, FileSplit, Integers
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
 
 Paths = str | os.PathLike[str]
@@ -50,7 +57,7 @@ class MemorySplit:
 class Labelled:
     """Images with their classes; a split's labels are positions in `names`."""
 
-    split: Split
+    split: FileSplit | ArraySplit | MemorySplit | HubSplit
     names: tuple[str, ...]
     bad: tuple[BadImage, ...] = ()
     """Files that cannot be read and were left out."""
@@ -60,31 +67,47 @@ class Labelled:
         return {name: int(count) for name, count in zip(self.names, counted, strict=True)}
 
 
-def labelled(data: Any, labels: Any = None, *, skip_bad: bool = False) -> Labelled:
-    """Images to learn or to test on. Every file is decoded once before anything begins."""
+def labelled(
+    data: Any, labels: Any = None, *, part: str = "train", skip_bad: bool = False
+) -> Labelled:
+    """Images to learn or to test on. Every file is decoded once before anything begins.
+
+    `part` is which part of a dataset of the hub is meant by its name.
+    """
+    found = _labelled(data, labels, part, skip_bad)
+    present = np.unique(found.split.labels)
+    if not len(present):
+        raise BadOption("the images", "data", "there is none")
+    if len(present) < len(found.names):  # classes a dataset only knows by name
+        found.split.labels = np.searchsorted(present, found.split.labels)
+        found = replace(found, names=tuple(found.names[row] for row in present))
+    return found
+
+
+def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
     if isinstance(data, str) and data.startswith(hub.PREFIX):
-        source = hub.hub_source(data.removeprefix(hub.PREFIX))
-        return Labelled(source.train, source.class_names)
+        return Labelled(*hub.hub_part(data.removeprefix(hub.PREFIX), part))
     if isinstance(data, str | os.PathLike):
         return _folder(Path(data), skip_bad)
     if labels is None:
         return _dataset(data)
-    names = [str(label) for label in _checked_labels(labels)]
-    if len(names) != len(data):
-        raise BadOption("labels", "labels", f"{len(names)} labels for {len(data)} images")
     split = unlabelled(data)
-    order = tuple(dict.fromkeys(names))
-    places = {name: place for place, name in enumerate(order)}
-    rows = np.array([places[name] for name in names], np.int64)
+    named = [str(label) for label in _checked_labels(labels)]
+    if len(named) != len(split):
+        raise BadOption("the images", "labels", f"{len(named)} labels for {len(split)} images")
+    names, rows = _numbered(named)
     if isinstance(split, FileSplit):
-        return _readable(split.paths, rows, order, skip_bad)
+        return _readable(split.paths, rows, names, skip_bad)
     split.labels = rows
-    return Labelled(split, order)
+    return Labelled(split, names)
 
 
 def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
-    """Images without classes: one or many paths, PIL images or arrays."""
-    if isinstance(data, Image.Image):
+    """Images without classes: one or many paths, PIL images, arrays or tensors.
+
+    One image is an array of H x W or H x W x 3, or a tensor of H x W or C x H x W.
+    """
+    if isinstance(data, Image.Image) or _is_one(data):
         data = [data]
     if isinstance(data, str | os.PathLike):
         data = image_paths([data])
@@ -98,36 +121,41 @@ def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
     return MemorySplit(data, nothing)
 
 
+def _is_one(data: Any) -> bool:
+    if isinstance(data, torch.Tensor):
+        return data.dim() == 2 or (data.dim() == 3 and data.shape[0] in (1, 3, 4))
+    if isinstance(data, np.ndarray):
+        return data.ndim == 2 or (data.ndim == 3 and data.shape[2] in (1, 3, 4))
+    return False
+
+
 def image_paths(places: Iterable[Paths]) -> list[str]:
-    """Files, and the images in and below folders, in order."""
+    """Files, the images in and below folders, and what patterns like `*.png` stand for."""
     paths: list[str] = []
     for place in places:
         root = Path(place).expanduser()
         if root.is_dir():
-            found = sorted(
-                str(path)
-                for path in root.rglob("*")
-                if path.suffix.lower() in SUFFIXES and path.is_file() and not _hidden(path, root)
-            )
-            if not found:
-                raise MissingData(root, "there is no image in it", "Point at images or a folder.")
-            paths += found
+            found = images_below(root)
         elif root.is_file():
-            paths.append(str(root))
+            found = [str(root)]
         else:
-            raise MissingData(root, "there is no such file or folder", "Check the path.")
+            found = sorted(glob.glob(str(root), recursive=True))
+        if not found:
+            problem = "there is no image in it" if root.is_dir() else "there is no such file"
+            raise MissingData(root, problem, "Name files, folders of images or a pattern.")
+        paths += found
     return paths
 
 
 def as_image(value: Any) -> Image.Image:
     """A PIL image from what a list or a dataset holds."""
     if isinstance(value, Image.Image):
-        return value
+        return upright(value.copy())
     if isinstance(value, str | os.PathLike):
         return open_image(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-        if value.ndim == 3 and value.shape[0] in (1, 3):
+        if value.ndim == 3 and value.shape[0] in (1, 3, 4):
             value = value.transpose(1, 2, 0)  # H x W x C
     array = np.asarray(value)
     if array.ndim == 3 and array.shape[2] == 1:
@@ -173,7 +201,8 @@ def _readable(
         raise BadImages(bad)
     good = [place for place, problem in enumerate(problems) if problem is None]
     split = FileSplit([paths[place] for place in good], rows[good])
-    empty = [name for row, name in enumerate(names) if row not in set(split.labels.tolist())]
+    present = set(split.labels.tolist())
+    empty = [name for row, name in enumerate(names) if row not in present]
     if empty:
         raise MissingData(
             f"class '{empty[0]}'", "has no image that can be read", "Add some, or leave it out."
@@ -194,35 +223,46 @@ def _dataset(data: Any) -> Labelled:
     if hasattr(data, "features") and hasattr(data, "column_names"):
         return Labelled(*hub.labelled_rows("the dataset", data))
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise BadOption("learn", "data", f"cannot take {type(data).__name__} for labelled images")
+        raise BadOption(
+            "the images", "data", f"cannot take {type(data).__name__} for labelled images"
+        )
     if not len(data):
-        raise BadOption("learn", "data", "there is no image in it")
+        raise BadOption("the images", "data", "there is none")
     try:
         targets = getattr(data, "targets", None)
         found = [data[index][1] for index in range(len(data))] if targets is None else targets
     except (TypeError, IndexError, KeyError) as error:
         raise BadOption(
-            "learn", "data", "without labels it has to give pairs of an image and its class"
+            "the images", "data", "without labels it has to give pairs of an image and its class"
         ) from error
-    named = getattr(data, "classes", None)
-    values = _checked_labels(found)
-    names = [
-        str(named[label]) if named and isinstance(label, int) else str(label) for label in values
-    ]
-    order = tuple(dict.fromkeys(names))
-    places = {name: place for place, name in enumerate(order)}
-    return Labelled(MemorySplit(data, np.array([places[name] for name in names], np.int64)), order)
+    known = getattr(data, "classes", None)
+    labels = _checked_labels(found)
+    names, rows = _numbered(
+        [str(known[label]) if known and isinstance(label, int) else str(label) for label in labels]
+    )
+    return Labelled(MemorySplit(data, rows), names)
+
+
+def _numbered(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:
+    """The names without repetition, and where each stands among them."""
+    order = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return tuple(order), np.array([order[name] for name in names], np.int64)
 
 
 def _checked_labels(labels: Any) -> list[str | int]:
     values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
-    values = [
-        value.item() if isinstance(value, torch.Tensor | np.generic) else value for value in values
-    ]
+    values = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
     if not all(isinstance(value, str | int) for value in values):
-        raise BadOption("learn", "labels", "classes are named by strings or whole numbers")
+        raise BadOption("the images", "labels", "classes are named by strings or whole numbers")
+    for value in values:
+        if isinstance(value, str) and (not value or not _is_unicode(value)):
+            raise BadOption("the images", "labels", f"{value!r} cannot be the name of a class")
     return values
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in path.relative_to(root).parts)
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -14,12 +14,13 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -30,27 +31,76 @@ from coda_prompt.files import write_atomically
 FORMAT = 1
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
 CONFIG, CARD, LOCK = "config.json", "README.md", ".lock"
+OWNER = f"{LOCK}.owner"
 LARGEST_HEADER = 100 * 2**20
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TaskRecord(_Fields):
+    """What one `learn` brought."""
+
+    date: str
+    new: list[str]
+    continued: list[str]
+    images: dict[str, int]
+    held_out: int = Field(ge=0)
+    accuracy: float | None
+    accuracy_own: float | None
+    calibration_error: float | None
+    temperature: float = Field(gt=0, allow_inf_nan=False)
+    fitted_on: int = Field(ge=0)
+    """Images the temperature was fitted on."""
+
+
+class BackboneRecord(_Fields):
+    name: str
+    fingerprint: str
+    revision: str | None
+
+
+class Description(_Fields):
+    """All that is known of a model but its tensors."""
+
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    coda_prompt: str
+    method: str
+    options: dict[str, Any]
+    training: dict[str, Any]
+    backbone: BackboneRecord
+    pixels: dict[str, Any]
+    classes: list[str]
+    tasks: list[TaskRecord]
+    temperature: float = Field(gt=0, allow_inf_nan=False)
+
+    @property
+    def version(self) -> int:
+        return len(self.tasks)
+
+    @model_validator(mode="after")
+    def _classes_are_those_of_the_tasks(self) -> Description:
+        if [name for task in self.tasks for name in task.new] != self.classes:
+            raise ValueError("the classes are not those of its tasks")
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError("a class is there twice")
+        return self
 
 
 @dataclass(frozen=True)
 class Model:
     """What a model's file holds."""
 
-    description: dict[str, Any]
+    description: Description
     tensors: dict[str, Tensor]
-
-    @property
-    def version(self) -> int:
-        return int(self.description["version"])
 
 
 def packed(model: Model) -> bytes:
     """The content of a model's file; equal models give equal bytes."""
     tensors = {name: model.tensors[name].cpu().contiguous() for name in sorted(model.tensors)}
-    description = json.dumps({**model.description, "format": FORMAT}, sort_keys=True)
-    data = save({name: tensor.clone() for name, tensor in tensors.items()})
-    header, body = _parts(data, "a model")
+    description = json.dumps(model.description.model_dump(mode="json"), sort_keys=True)
+    header, body = _parts(save({name: held.clone() for name, held in tensors.items()}), "a model")
     digest = hashlib.sha256(description.encode() + body).hexdigest()
     header["__metadata__"] = {"description": description, "sha256": digest}
     text = json.dumps(header, sort_keys=True).encode()
@@ -68,14 +118,14 @@ def unpacked(content: bytes, path: object) -> Model:
     if hashlib.sha256(text.encode() + body).hexdigest() != held["sha256"]:
         raise CorruptFile(path, "was changed or damaged: its content does not fit its hash")
     try:
-        description = json.loads(text)
+        description = Description.model_validate_json(text)
         tensors = load(content)
-    except (ValueError, SafetensorError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "it"
+        raise CorruptFile(path, f"its description is wrong: {where}: {first['msg']}") from error
+    except SafetensorError as error:
         raise CorruptFile(path, f"cannot be read ({error})") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise CorruptFile(
-            path, f"is in format {description.get('format')}, this version reads {FORMAT}"
-        )
     return Model(description, tensors)
 
 
@@ -85,16 +135,17 @@ def read_model(folder: Path) -> Model:
 
 def read_previous(folder: Path) -> Model | None:
     """The model before the newest task, where it was kept."""
-    return _read(folder, PREVIOUS) if (folder / PREVIOUS).exists() else None
+    if not (folder / PREVIOUS).exists():
+        return None
+    previous, model = _read(folder, PREVIOUS), read_model(folder)
+    return previous if _follows(model, previous) else None
 
 
 def write_model(folder: Path, model: Model, previous: Model | None, card: str) -> None:
     """Replace the folder's model; whenever this stops, a reader finds one whole version."""
-    folder.mkdir(parents=True, exist_ok=True)
-    recover(folder)
     if previous is None:
-        (folder / PREVIOUS).unlink(missing_ok=True)
         write_atomically(folder / MODEL, packed(model))
+        (folder / PREVIOUS).unlink(missing_ok=True)
     else:
         write_atomically(folder / NEXT, packed(model))
         write_atomically(folder / PREVIOUS, packed(previous))
@@ -104,28 +155,11 @@ def write_model(folder: Path, model: Model, previous: Model | None, card: str) -
 
 def restore_previous(folder: Path, card: str) -> None:
     """Undo: the previous model takes the newest one's place."""
-    recover(folder)
-    if not (folder / PREVIOUS).exists():
+    previous = read_previous(folder)
+    if previous is None:
         raise NothingToUndo(folder)
-    previous = _read(folder, PREVIOUS)
     os.replace(folder / PREVIOUS, folder / MODEL)
     _write_copies(folder, previous, card)
-
-
-def recover(folder: Path) -> None:
-    """Finish a save that was cut off after the new model had been written."""
-    waiting = folder / NEXT
-    if not waiting.exists():
-        return
-    try:
-        following, previous = _read(folder, NEXT), read_previous(folder)
-    except CorruptFile:
-        waiting.unlink()
-        return
-    if previous is not None and following.version == previous.version + 1:
-        os.replace(waiting, folder / MODEL)
-    else:
-        waiting.unlink()
 
 
 @contextlib.contextmanager
@@ -133,15 +167,16 @@ def writing(folder: Path) -> Iterator[None]:
     """One writer at a time. The system frees the lock of a process that died."""
     fresh = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(folder)
     lock = filelock.FileLock(folder / LOCK, timeout=0)
-    owner = folder / f"{LOCK}.owner"
+    owner = folder / OWNER
     try:
         lock.acquire()
     except filelock.Timeout:
         raise ModelBusy(folder, owner.read_text("utf-8") if owner.exists() else "?") from None
     try:
         write_atomically(owner, f"{os.getpid()}".encode())
-        recover(folder)
+        _recover(folder)
         yield
     finally:
         owner.unlink(missing_ok=True)
@@ -157,10 +192,55 @@ def size_on_disk(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """A folder with other things in it is not ours to write to."""
+    if (folder / MODEL).exists():
+        with (folder / MODEL).open("rb") as file:
+            start = file.read(8)
+            header = file.read(min(int.from_bytes(start, "little"), LARGEST_HEADER))
+        if b'"description"' not in header:
+            raise CorruptFile(folder / MODEL, "is not a model of this program")
+        return
+    ours = {LOCK, OWNER, NEXT, PREVIOUS}
+    others = [entry.name for entry in folder.iterdir() if entry.name not in ours]
+    if [name for name in others if not name.endswith(".tmp")]:
+        raise MissingData(
+            folder, "the folder is not empty and holds no model", "Name another folder for it."
+        )
+
+
+def _recover(folder: Path) -> None:
+    """Finish a save that was cut off after the new model had been written, and tidy up."""
+    for left in folder.glob(".*.safetensors.*.tmp"):
+        left.unlink(missing_ok=True)
+    waiting = folder / NEXT
+    if not waiting.exists():
+        return
+    try:
+        following, previous = _read(folder, NEXT), _read(folder, PREVIOUS)
+        complete = _follows(following, previous)
+    except (CorruptFile, MissingData):
+        complete = False
+    if complete:
+        os.replace(waiting, folder / MODEL)
+    else:
+        waiting.unlink()
+
+
+def _follows(model: Model, previous: Model) -> bool:
+    """Whether `model` is `previous` with one more task."""
+    return model.description.tasks[:-1] == previous.description.tasks
+
+
 def _write_copies(folder: Path, model: Model, card: str) -> None:
-    text = json.dumps({**model.description, "format": FORMAT}, indent=2, ensure_ascii=False)
-    write_atomically(folder / CONFIG, text.encode() + b"\n")
+    write_atomically(folder / CONFIG, config_text(model).encode())
     write_atomically(folder / CARD, card.encode())
+
+
+def config_text(model: Model) -> str:
+    """The description, for people and for the hub."""
+    dumped = model.description.model_dump(mode="json")
+    return json.dumps(dumped, indent=2, ensure_ascii=False) + "\n"
 
 
 def _read(folder: Path, name: str) -> Model:
@@ -188,11 +268,3 @@ def _parts(content: bytes, path: object) -> tuple[dict[str, Any], bytes]:
     if not isinstance(header, dict):
         raise CorruptFile(path, "has no readable header")
     return header, content[8 + length :]
-
-
-def text_field(description: Mapping[str, Any], name: str, path: object) -> str:
-    """A field of a description that has to be text."""
-    value = description.get(name)
-    if not isinstance(value, str):
-        raise CorruptFile(path, f"its description has no '{name}'")
-    return value

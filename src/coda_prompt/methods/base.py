@@ -97,6 +97,8 @@ class Method(nn.Module):
     """Whether a task ends with `fit` on the features of all its images, un-augmented."""
     learning_rate: ClassVar[float] = 1e-3
     """What the paper trains this family with (SPEC 5)."""
+    temperature: ClassVar[float] = 1.0
+    """What scores are divided by to be probabilities where no held-out image says better."""
     frozen_backbone: ClassVar[bool] = True
     """Whether the ViT stays as it came; if not, the method trains a copy of its own."""
 

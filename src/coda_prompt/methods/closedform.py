@@ -20,7 +20,7 @@ from coda_prompt.methods.base import (
     cosines,
 )
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.ridge import RandomRidge
+from coda_prompt.methods.ridge import RIDGE_TEMPERATURE, RandomRidge
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_seed
 
@@ -53,6 +53,7 @@ class NearestClassMean(ClosedForm):
     """Nearest class mean: cosine similarity to the mean frozen feature of each class."""
 
     variants = MappingProxyType({"ncm": {}})
+    temperature = 0.065
     grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, "sums": 0, "counts": 0}
 
     sums: Tensor
@@ -81,14 +82,17 @@ class NearestClassMean(ClosedForm):
         return ParameterCount(0, self.sums.numel())
 
 
+MOST_FEATURES = 50_000
+
+
 @dataclass(frozen=True, config=STRICT)
 class RanPACConfig(MethodConfig):
     """Options of RanPAC."""
 
-    width: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
     """Random features; None: 16 per feature of the backbone, at most 10,000."""
     ridge: float | None = Field(default=None, gt=0)
-    """Ridge parameter; None: chosen anew in each task on a held-out fifth of its images."""
+    """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
 
 
 class RanPAC(ClosedForm):
@@ -96,6 +100,7 @@ class RanPAC(ClosedForm):
 
     Config: ClassVar[type[MethodConfig]] = RanPACConfig
     variants = MappingProxyType({"ranpac": {}})
+    temperature = RIDGE_TEMPERATURE
     grows: ClassVar[Mapping[str, int]] = {
         **ClosedForm.grows,
         "statistics.sums": 1,

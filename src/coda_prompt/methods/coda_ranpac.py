@@ -11,9 +11,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
-from coda_prompt.methods.closedform import projection_seed, random_ridge
+from coda_prompt.methods.closedform import MOST_FEATURES, projection_seed, random_ridge
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
+from coda_prompt.methods.ridge import RIDGE_TEMPERATURE
 from coda_prompt.model.vit import ViT
 
 
@@ -21,10 +22,10 @@ from coda_prompt.model.vit import ViT
 class CodaRanPACConfig(CodaConfig):
     """Options of CODA-P with RanPAC's classifier."""
 
-    width: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
     """Random features; None: 16 per feature of the backbone, at most 10,000."""
     ridge: float | None = Field(default=None, gt=0)
-    """Ridge parameter; None: chosen anew in each task on a held-out fifth of its images."""
+    """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
 
 
 class CodaRanPAC(CodaPrompt):
@@ -37,6 +38,7 @@ class CodaRanPAC(CodaPrompt):
     Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
     variants = MappingProxyType({"coda-p-ranpac": {}})
     fits = True
+    temperature = RIDGE_TEMPERATURE
     grows: ClassVar[Mapping[str, int]] = {
         **CodaPrompt.grows,
         "statistics.sums": 1,

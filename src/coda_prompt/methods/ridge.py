@@ -1,7 +1,7 @@
 """A classifier in closed form: ridge regression on random features, from running sums.
 
 After RanPAC (McDonnell et al. 2023): h = ReLU(f W), G += h^T h, C += h^T onehot(y),
-scores = h (G + lambda I)^-1 C. Sums do not care in which order classes come: it cannot forget.
+scores = h (G + lambda I)^-1 C. Sums do not care in which order classes come.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MOST_FOR_RIDGE = 4000
 FEWEST_FOR_RIDGE = 10
 UNCHOSEN = 1e-5
 """The ridge in shares of the Gram matrix's trace while all tasks had one class: good on pocket."""
+RIDGE_TEMPERATURE = 0.1
+"""Of regression scores, which lie between 0 and 1: fitted values on pocket are around it."""
 RESOLVED = 1e-6
 """Below this share the rounding of a float32 Gram matrix outweighs the ridge."""
 
@@ -36,6 +38,7 @@ class RandomRidge(nn.Module):
     sums: Tensor
     weight: Tensor
     ridge: Tensor
+    errors: Tensor
 
     def __init__(self, width: int, projected: int, ridge: float | None) -> None:
         super().__init__()
@@ -46,6 +49,7 @@ class RandomRidge(nn.Module):
         self.register_buffer("sums", torch.zeros(projected, 0))
         self.register_buffer("weight", torch.zeros(projected, 0))
         self.register_buffer("ridge", torch.tensor(ridge or 0.0))
+        self.register_buffer("errors", torch.zeros(len(RIDGES)))
         self._projection: tuple[int, Tensor] | None = None
 
     @property
@@ -62,7 +66,8 @@ class RandomRidge(nn.Module):
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add these images to the sums and solve again."""
         if self.fixed_ridge is None and _can_choose(labels):
-            self.ridge = self.ridge.new_tensor(self._best_ridge(features, labels, task))
+            self.errors = self.errors + self._held_out_errors(features, labels, task)
+            self.ridge = self.ridge.new_tensor(RIDGES[int(self.errors.argmin())])
         gram, sums = self._unpacked(), self.sums
         for part, part_labels in zip(features.split(4096), labels.split(4096), strict=True):
             hidden = self.hidden(part).to(gram.dtype)
@@ -118,10 +123,11 @@ class RandomRidge(nn.Module):
             start += count
         return gram + gram.triu(1).T
 
-    def _best_ridge(self, features: Tensor, labels: Tensor, task: int) -> float:
-        """The ridge with the least squared error on a random fifth, learned from the others.
+    def _held_out_errors(self, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Of each candidate: squared errors on a random fifth, learned from the others, summed.
 
-        In the dual form one eigendecomposition, n x n, serves all candidates.
+        Summed over tasks as well, they let a task of few images change little. In the dual form
+        one eigendecomposition, n x n, serves all candidates.
         """
         generator = keyed_generator(int(self.seed), task, "held out")
         chosen = torch.randperm(len(labels), generator=generator)[:MOST_FOR_RIDGE]
@@ -134,10 +140,10 @@ class RandomRidge(nn.Module):
         left = kernel[:held, held:] @ vectors
         right = vectors.T @ targets[held:]
         errors = [
-            float(((left / (values + ridge)) @ right - targets[:held]).square().mean())
+            float(((left / (values + ridge)) @ right - targets[:held]).square().sum())
             for ridge in RIDGES
         ]
-        return RIDGES[int(np.argmin(errors))]
+        return self.errors.new_tensor(errors)
 
 
 def _can_choose(labels: Tensor) -> bool:

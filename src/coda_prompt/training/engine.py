@@ -283,11 +283,13 @@ class Engine:
     @torch.no_grad()
     def _table(self, samples: Samples, compute: Callable[[Batch], Tensor]) -> Tensor:
         """One row for each sample, in order, un-augmented, in every process."""
-        parts, places = [], []
+        parts, places, done = [], [], 0
         for batch in self._pass_over(samples):
             with self.fabric.autocast():
                 parts.append(compute(batch))
             places.append(batch.positions)
+            done += len(batch.positions) * self.fabric.world_size
+            self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
         own = torch.cat(parts)
         table = own.new_zeros(len(samples), own.shape[1])
         table[torch.cat(places)] = own

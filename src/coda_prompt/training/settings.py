@@ -44,7 +44,8 @@ class Training:
 class Event:
     """What the engine tells of its progress. Counts start at 0."""
 
-    kind: Literal["task", "step", "epoch", "evaluation"]
+    kind: Literal["task", "step", "epoch", "pass", "evaluation"]
+    """`pass`: a batch that is looked at without training."""
     task: int
     tasks: int
     epoch: int = 0
