@@ -438,7 +438,7 @@ def test_one_image_is_one_image_however_it_comes(tmp_path: Path) -> None:
     assert all(len(classifier.predict(kind)) == 1 for kind in kinds)
 
 
-def test_classes_a_dataset_only_names_are_not_learned() -> None:
+def test_classes_a_dataset_only_names_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pairs(torch.utils.data.Dataset[Any]):
         classes = ("never", NAMES[0], "nowhere", NAMES[1])
 
@@ -452,12 +452,8 @@ def test_classes_a_dataset_only_names_are_not_learned() -> None:
     classifier = ContinualClassifier(method="ncm")
     assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
     named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
-    inner = inputs._labelled
-    try:
-        inputs._labelled = lambda *_: Labelled(named, ("a", "b", "c"))  # type: ignore[assignment]
-        found = labelled("anything")
-    finally:
-        inputs._labelled = inner
+    monkeypatch.setattr(inputs, "_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
+    found = labelled("anything")
     assert found.names == ("c",)
     assert found.split.labels.tolist() == [0] * 4
 

@@ -5,12 +5,43 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 WIDE = 240
+Own = TypeVar("Own", bound="Bar")
+
+
+class Bar:
+    """A progress bar on a terminal, and nothing elsewhere, for as long as the work goes on."""
+
+    def __init__(self, console: Console, last: ProgressColumn) -> None:
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            last,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self: Own) -> Own:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
 
 
 def output() -> Console:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -18,6 +20,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def as_json(value: Any) -> Any:
+    """A value as a JSON file gives it back: tuples as lists, keys as text."""
+    return json.loads(json.dumps(value))
 
 
 def file_sha256(path: Path) -> str:

@@ -69,7 +69,7 @@ def sweep(
         print_json({"rows": rows})
         return
     folder = runs[0].folder.parents[2]
-    pictures = plots.sweep_pictures(finished, folder)
+    pictures = plots.sweep_pictures(rows, folder)
     for table in tables.sweep(rows):
         output().print(table.rich())
     messages().print("Pictures: " + ", ".join(str(path) for path in pictures))

@@ -81,7 +81,7 @@ def _place(run: FinishedRun, root: Path) -> str:
 def _part(title: str, runs: Sequence[FinishedRun], folder: Path) -> Part:
     if runs[0].sweep is not None:
         swept = sweep_rows(runs)
-        pictures = plots.sweep_pictures(runs, folder)
+        pictures = plots.sweep_pictures(swept, folder)
         return Part(title, tables.sweep(swept), pictures, swept)
     table = rows(runs)
     pictures = plots.all_pictures(runs, folder)

@@ -15,7 +15,6 @@ from coda_prompt.bench.report import (
     by_method,
     is_number,
     summary,
-    sweep_rows,
 )
 from coda_prompt.files import write_atomically
 from coda_prompt.methods import METHODS
@@ -132,9 +131,8 @@ def matrices(runs: Sequence[FinishedRun]) -> Figure:
     return figure
 
 
-def sweep_pictures(runs: Sequence[FinishedRun], folder: Path) -> list[Path]:
-    """A picture for each axis of a sweep: A_N against the values of its fields."""
-    rows = sweep_rows(runs)
+def sweep_pictures(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """A picture for each axis of a sweep's rows: A_N against the values of its fields."""
     pictures = []
     for number, axis in enumerate(dict.fromkeys(row["axis"] for row in rows)):
         own = [row for row in rows if row["axis"] == axis]

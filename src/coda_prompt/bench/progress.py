@@ -5,47 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import TextColumn
 
 from coda_prompt.bench.runner import Run
+from coda_prompt.console import Bar
 from coda_prompt.methods import find
 from coda_prompt.training.settings import Event
 
 
-class BenchProgress:
+class BenchProgress(Bar):
     """Counts work in epochs of a task; a method without gradients counts as one."""
 
     def __init__(self, runs: Sequence[Run], console: Console) -> None:
+        super().__init__(console, TextColumn("{task.fields[eta]}"))
         self._console = console
         self._weights = {run.folder: self._work(run) for run in runs}
         self._shares: dict[Path, float] = {}
         self._accuracies: dict[Path, str] = {}
         self._started = time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[eta]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._line = self._bar.add_task("", total=sum(self._weights.values()) or 1, eta="")
-
-    def __enter__(self) -> BenchProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+        self._line = self.bar.add_task("", total=sum(self._weights.values()) or 1, eta="")
 
     def on_event(self, run: Run, event: Event) -> None:
         tasks = max(1, event.tasks)
@@ -65,11 +45,11 @@ class BenchProgress:
         if event.epochs:
             where += f", epoch {event.epoch + 1}/{event.epochs}"
         where += self._accuracies.get(run.folder, "")
-        self._bar.update(self._line, completed=done, description=where, eta=self._eta(done))
+        self.bar.update(self._line, completed=done, description=where, eta=self._eta(done))
 
     def finished(self, run: Run) -> None:
         self._shares[run.folder] = 1.0
-        self._bar.update(self._line, completed=self._completed())
+        self.bar.update(self._line, completed=self._completed())
 
     def _completed(self) -> float:
         return sum(self._weights[folder] * share for folder, share in self._shares.items())

@@ -32,7 +32,7 @@ from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.sources import Source, folder_source
 from coda_prompt.data.stream import Stream, cut
 from coda_prompt.errors import ChangedRun, CorruptFile, MissingData, MissingExtra, UnknownName
-from coda_prompt.files import write_atomically
+from coda_prompt.files import as_json, write_atomically
 from coda_prompt.methods import Method
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.model.vit import ViT
@@ -95,7 +95,7 @@ class Run:
         if not held.exists():
             return False
         before = read_json(held)
-        if before != (now := _as_json(self.config)):
+        if before != (now := as_json(self.config)):
             raise ChangedRun(self.folder, difference(before, now))
         return (self.folder / RESULT).exists()
 
@@ -229,7 +229,7 @@ def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
     """Rows of one table are measured on the same stream, data and weights."""
-    own = shared_config(_as_json(run.config))
+    own = shared_config(as_json(run.config))
     for result in sorted(run.folder.parent.parent.glob(f"*/trial-*/{RESULT}")):
         before = read_json(result.with_name(ENVIRONMENT))
         changed = difference(shared_config(read_json(result.with_name(CONFIG))), own)
@@ -384,11 +384,7 @@ def row_folder(method: str) -> str:
 
 
 def _jsonable(config: Any) -> Any:
-    return _as_json(dataclasses.asdict(config))
-
-
-def _as_json(content: Any) -> Any:
-    return json.loads(json.dumps(content))
+    return as_json(dataclasses.asdict(config))
 
 
 def read_json(path: Path) -> dict[str, Any]:

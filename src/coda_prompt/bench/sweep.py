@@ -76,14 +76,14 @@ def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: 
 
 def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[Run]:
     """Every point in every trial; a trial is complete before the next begins."""
-    overrides = list(overrides)
-    common = [(tuple(path.split(".")), value) for path, value in sweep.settings.items()]
+    settings = [(tuple(path.split(".")), value) for path, value in sweep.settings.items()]
+    common = [*settings, *overrides]
     runs = []
     for line in sweep.lines:
         for method in line.methods:
-            for value in line.values or (_own_value(sweep, overrides, line),):
+            for value in line.values or (_own_value(sweep, common, line),):
                 setting = (line.path(method), value)
-                benchmark = load_benchmark(sweep.benchmark, [*common, *overrides, setting])
+                benchmark = load_benchmark(sweep.benchmark, [*common, setting])
                 check_rows(benchmark, [method])
                 point = Point(sweep.name, line.axis or line.field, line.field, value)
                 folder = out / benchmark.name / f"sweep-{_plain(sweep.name)}"
@@ -92,16 +92,17 @@ def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[R
                     replace(run, folder=home / run.folder.name, point=point)
                     for run in runs_of(benchmark, [method], out)
                 ]
-    twins = [run.folder for run in runs]
-    for folder in twins:
-        if twins.count(folder) > 1:
-            raise BadOption("coda sweep", "values", f"{folder.parent} would be run twice")
+    seen: set[Path] = set()
+    for run in runs:
+        if run.folder in seen:
+            raise BadOption("coda sweep", "values", f"{run.folder.parent} would be run twice")
+        seen.add(run.folder)
     return sorted(runs, key=lambda run: run.seed)
 
 
-def _own_value(sweep: Sweep, overrides: Sequence[Override], line: Line) -> Any:
+def _own_value(sweep: Sweep, common: Sequence[Override], line: Line) -> Any:
     """What the benchmark says in a field that a line has no values for."""
-    found: Any = load_benchmark(sweep.benchmark, overrides).model_dump(mode="json")
+    found: Any = load_benchmark(sweep.benchmark, common).model_dump(mode="json")
     for part in line.field.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     if found is None:

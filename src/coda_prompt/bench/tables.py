@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 
 from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number
 from coda_prompt.console import table
+from coda_prompt.files import as_json
 from coda_prompt.methods import METHODS, describe
 
 Row = Mapping[str, Any]
@@ -201,7 +202,7 @@ def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["implementation"] not in METHODS:
         return dict(config["options"])  # a report runs no code of others
     described = describe(config["implementation"])["options"]
-    defaults = {option["name"]: json.loads(json.dumps(option["default"])) for option in described}
+    defaults = {option["name"]: as_json(option["default"]) for option in described}
     return {name: value for name, value in config["options"].items() if value != defaults.get(name)}
 
 

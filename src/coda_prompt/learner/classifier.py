@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from coda_prompt.data.images import Augmentation
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import BadOption, CorruptFile, NothingToUndo, NotTaught, WrongBackbone
+from coda_prompt.files import as_json
 from coda_prompt.learner import advice, store
 from coda_prompt.learner.calibration import (
     expected_calibration_error,
@@ -88,6 +89,11 @@ class ContinualClassifier:
         """As it was read or written, where nothing has changed since."""
         self._previous: store.Model | Path | None = None
         """Before the newest task; a folder: to be read there when it is needed."""
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of the frozen backbone: a hash of all its weights, which takes its time."""
+        return self._backbone.vit.fingerprint()
 
     @property
     def classes_(self) -> list[str]:
@@ -423,11 +429,11 @@ class ContinualClassifier:
             format=store.FORMAT,
             coda_prompt=__version__,
             method=self.method_name,
-            options=_plain(dataclasses.asdict(self._method.config)),
-            training=_plain(dataclasses.asdict(self._training)),
+            options=as_json(dataclasses.asdict(self._method.config)),
+            training=as_json(dataclasses.asdict(self._training)),
             backbone=store.BackboneRecord(
                 name=self.backbone_name,
-                fingerprint=self._backbone.vit.fingerprint(),
+                fingerprint=self._fingerprint,
                 revision=self._backbone.revision,
             ),
             pixels=self._pixels(),
@@ -438,7 +444,7 @@ class ContinualClassifier:
         return store.Model(described, tensors)
 
     def _pixels(self) -> dict[str, Any]:
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self._backbone.pixels))
+        plain: dict[str, Any] = as_json(dataclasses.asdict(self._backbone.pixels))
         return {**plain, "resize": self._views.resize}
 
     def _past(self) -> store.Model | None:
@@ -465,7 +471,7 @@ class ContinualClassifier:
         made = cls(name, description.method, device=device, **options)
         if backbone is not None:
             made.backbone_name = description.backbone.name
-        found, expected = made._backbone.vit.fingerprint(), description.backbone.fingerprint
+        found, expected = made._fingerprint, description.backbone.fingerprint
         if found != expected:
             raise WrongBackbone(place, expected, found)
         if made._pixels() != description.pixels:
@@ -503,11 +509,6 @@ def _fabric(device: str) -> Fabric:
         raise BadOption(
             "ContinualClassifier", "device", f"'{device}' cannot be used here ({error})"
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
-    return json.loads(json.dumps(value))
 
 
 def _rows(images: Labelled, classes: list[str]) -> Tensor:

@@ -7,13 +7,12 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
-from coda_prompt.console import messages, output, print_json, printable, table
+from coda_prompt.console import Bar, messages, output, print_json, printable, table
 from coda_prompt.data.images import open_image
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData, listed
 from coda_prompt.learner import store
@@ -197,32 +196,12 @@ def export(model: Path, out: Path) -> None:
     messages().print(f"{printable(str(out))}: {out.stat().st_size / 1e6:.1f} MB", markup=False)
 
 
-class Going:
+class Going(Bar):
     """A bar with ETA over the steps of a training or the images of a pass."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._line = self._bar.add_task("looking", total=None)
-
-    def __enter__(self) -> Going:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+        super().__init__(console, TimeRemainingColumn())
+        self._line = self.bar.add_task("looking", total=None)
 
     def on_event(self, event: Event) -> None:
         if event.kind == "pass":
@@ -233,7 +212,7 @@ class Going:
             self._show(where, done, event.epochs * event.steps)
 
     def _show(self, what: str, done: int, total: int) -> None:
-        self._bar.update(self._line, description=what, completed=done, total=total)
+        self.bar.update(self._line, description=what, completed=done, total=total)
 
 
 def _predictions(

@@ -7,8 +7,6 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import torch
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,10 +17,8 @@ from coda_prompt.methods.base import (
     TaskBrief,
     cosines,
 )
-from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.ridge import RIDGE_TEMPERATURE, RandomRidge
+from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
 from coda_prompt.model.vit import ViT
-from coda_prompt.seeding import keyed_seed
 
 
 class ClosedForm(Method):
@@ -82,53 +78,15 @@ class NearestClassMean(ClosedForm):
         return ParameterCount(0, self.sums.numel())
 
 
-MOST_FEATURES = 50_000
-
-
-@dataclass(frozen=True, config=STRICT)
-class RanPACConfig(MethodConfig):
-    """Options of RanPAC."""
-
-    width: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
-    """Random features; None: 16 per feature of the backbone, at most 10,000."""
-    ridge: float | None = Field(default=None, gt=0)
-    """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
-
-
-class RanPAC(ClosedForm):
+class RanPAC(RidgeClassifier, ClosedForm):
     """RanPAC: ridge regression on a random ReLU projection of frozen features."""
 
-    Config: ClassVar[type[MethodConfig]] = RanPACConfig
+    Config: ClassVar[type[MethodConfig]] = RidgeConfig
     variants = MappingProxyType({"ranpac": {}})
-    temperature = RIDGE_TEMPERATURE
-    grows: ClassVar[Mapping[str, int]] = {
-        **ClosedForm.grows,
-        "statistics.sums": 1,
-        "statistics.weight": 1,
-    }
-
-    def __init__(self, backbone: ViT, config: RanPACConfig) -> None:
-        super().__init__(backbone, config)
-        self.statistics = random_ridge(backbone, config.width, config.ridge)
-
-    def begin_task(self, brief: TaskBrief) -> None:
-        super().begin_task(brief)
-        self.statistics.grow(self.classes_seen, projection_seed(brief))
-
-    def fit(self, features: Tensor, labels: Tensor) -> None:
-        self.statistics.fit(features, labels, len(self.task_sizes))
+    grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, **RidgeClassifier.grows}
 
     def scores(self, queries: Tensor) -> Tensor:
         return self.statistics(queries)
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.statistics.sums.numel())
-
-
-def random_ridge(backbone: ViT, width: int | None, ridge: float | None) -> RandomRidge:
-    features = backbone.config.width
-    return RandomRidge(features, width or min(10_000, 16 * features), ridge)
-
-
-def projection_seed(brief: TaskBrief) -> int:
-    return keyed_seed(brief.seed, "projection") % 2**32

@@ -6,29 +6,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
-from coda_prompt.methods.closedform import MOST_FEATURES, projection_seed, random_ridge
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.ridge import RIDGE_TEMPERATURE
-from coda_prompt.model.vit import ViT
+from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
 
 
 @dataclass(frozen=True, config=STRICT)
-class CodaRanPACConfig(CodaConfig):
+class CodaRanPACConfig(CodaConfig, RidgeConfig):
     """Options of CODA-P with RanPAC's classifier."""
 
-    width: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
-    """Random features; None: 16 per feature of the backbone, at most 10,000."""
-    ridge: float | None = Field(default=None, gt=0)
-    """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
 
-
-class CodaRanPAC(CodaPrompt):
+class CodaRanPAC(RidgeClassifier, CodaPrompt):
     """CODA-P's prompts, learned in the first task (of several classes), with RanPAC's classifier.
 
     Prompts that went on changing would make the sums of older classes stale. The linear head only
@@ -37,29 +29,16 @@ class CodaRanPAC(CodaPrompt):
 
     Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
     variants = MappingProxyType({"coda-p-ranpac": {}})
-    fits = True
-    temperature = RIDGE_TEMPERATURE
-    grows: ClassVar[Mapping[str, int]] = {
-        **CodaPrompt.grows,
-        "statistics.sums": 1,
-        "statistics.weight": 1,
-    }
-
-    def __init__(self, backbone: ViT, config: CodaRanPACConfig) -> None:
-        super().__init__(backbone, config)
-        self.statistics = random_ridge(backbone, config.width, config.ridge)
+    grows: ClassVar[Mapping[str, int]] = {**CodaPrompt.grows, **RidgeClassifier.grows}
+    config: CodaRanPACConfig
 
     def wants_class_means(self, classes: tuple[int, ...]) -> bool:
         return False
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        self.statistics.grow(self.classes_seen, projection_seed(brief))
         if self.new_components is None:
             self.head.close()
-
-    def fit(self, features: Tensor, labels: Tensor) -> None:
-        self.statistics.fit(features, labels, len(self.task_sizes))
 
     def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
         queries = self.queries(images) if queries is None else queries

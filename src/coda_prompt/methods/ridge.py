@@ -7,14 +7,20 @@ scores = h (G + lambda I)^-1 C. Sums do not care in which order classes come.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import full_precision
-from coda_prompt.seeding import keyed_generator
+from coda_prompt.methods.base import Method, MethodConfig, TaskBrief, full_precision
+from coda_prompt.methods.options import STRICT
+from coda_prompt.model.vit import ViT
+from coda_prompt.seeding import keyed_generator, keyed_seed
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +30,42 @@ MOST_FOR_RIDGE = 4000
 FEWEST_FOR_RIDGE = 10
 UNCHOSEN = 1e-5
 """The ridge in shares of the Gram matrix's trace while all tasks had one class: good on pocket."""
-RIDGE_TEMPERATURE = 0.1
-"""Of regression scores, which lie between 0 and 1: fitted values on pocket are around it."""
+MOST_FEATURES = 50_000
 RESOLVED = 1e-6
 """Below this share the rounding of a float32 Gram matrix outweighs the ridge."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RidgeConfig(MethodConfig):
+    """Options of methods with this classifier."""
+
+    width: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
+    """Random features; None: 16 per feature of the backbone, at most 10,000."""
+    ridge: float | None = Field(default=None, gt=0)
+    """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
+
+
+class RidgeClassifier(Method):
+    """A method, named before its family among the bases, that classifies by `statistics`."""
+
+    fits = True
+    temperature = 0.1  # of scores between 0 and 1: fitted values on pocket are around it
+    grows: ClassVar[Mapping[str, int]] = {"statistics.sums": 1, "statistics.weight": 1}
+    config: RidgeConfig
+
+    def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
+        super().__init__(backbone, config)
+        features = backbone.config.width
+        width = config.width or min(10_000, 16 * features)
+        self.statistics = RandomRidge(features, width, config.ridge)
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        seed = keyed_seed(brief.seed, "projection") % 2**32
+        self.statistics.grow(self.classes_seen, seed)
+
+    def fit(self, features: Tensor, labels: Tensor) -> None:
+        self.statistics.fit(features, labels, len(self.task_sizes))
 
 
 class RandomRidge(nn.Module):
