@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from drawings import NAMES, SOURCE
 from PIL import Image
 from safetensors.torch import load_file
 from small import coda, tiny_vit
@@ -81,3 +82,19 @@ def tiny_runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     finished = coda("bench", str(tiny), "--json", "--out", str(out))
     assert finished.returncode == 0, finished.stderr
     return out, json.loads(finished.stdout)
+
+
+@pytest.fixture(scope="session")
+def drawing_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three folders of four classes as PNG files, and a test folder of all twelve."""
+    root = tmp_path_factory.mktemp("drawings")
+    for row in range(12):
+        for part, split, count in (
+            (f"task-{row // 4 + 1}", SOURCE.train, 20),
+            ("test", SOURCE.test, 8),
+        ):
+            folder = root / part / NAMES[row]
+            folder.mkdir(parents=True)
+            for number, place in enumerate(np.flatnonzero(split.labels == row)[:count]):
+                split.image(int(place)).save(folder / f"{number:02}.png")
+    return root

@@ -64,6 +64,16 @@ def brief(method: Method, new: int, known: tuple[int, ...] = (), seed: int = 0) 
     return TaskBrief(len(method.task_sizes), seed, classes, torch.zeros(0, dtype=torch.int64))
 
 
+CODA = (sys.executable, "-c", "from coda_prompt.cli import main; main()")
+
+
 def coda(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from coda_prompt.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        [*CODA, *arguments], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def started_coda(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The command at work in another process."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*CODA, *arguments], text=True, **pipes, **options)

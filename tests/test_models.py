@@ -1,0 +1,442 @@
+"""Models on disk: the same bits, undone, damaged, cut off, killed, never an image."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawings import NAMES, SOURCE, assert_same, drawings, taught, tensors
+from PIL import Image
+from small import coda, started_coda
+
+import coda_prompt
+from coda_prompt import ContinualClassifier
+from coda_prompt.errors import (
+    BadOption,
+    CodaError,
+    CorruptFile,
+    MissingData,
+    ModelBusy,
+    NothingToUndo,
+)
+from coda_prompt.learner import inputs, store
+from coda_prompt.learner.inputs import Labelled, MemorySplit, labelled
+from coda_prompt.training.settings import Event
+
+
+def test_a_saved_model_is_the_same_model(tmp_path: Path) -> None:
+    classifier = taught(range(3), range(3, 5), method="coda-p", epochs=1)
+    classifier.save(tmp_path / "model")
+    loaded = coda_prompt.load(str(tmp_path / "model"))
+    assert_same(classifier, loaded)
+    assert loaded.tasks_ == classifier.tasks_
+    images, _ = drawings(range(5), test=True)
+    assert np.array_equal(loaded.predict_proba(images), classifier.predict_proba(images))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["classes"] == list(NAMES[:5])
+    assert config["method"] == "coda-p"
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "5 classes, learned in 2 tasks" in card
+
+
+@pytest.mark.parametrize("method", ["ranpac", "coda-p", "coda-p-ranpac", "ncm"])
+def test_continued_in_another_process_it_is_the_same_bits(method: str, tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[1])\n"
+        "from test_learner import drawings, ContinualClassifier\n"
+        "c = ContinualClassifier.load(sys.argv[2])\n"
+        "c.learn(*drawings([5, 6]))\n"
+        "c.save(sys.argv[2])\n"
+    )
+    options = {} if method in ("ranpac", "ncm") else {"epochs": 1}
+    whole = taught(range(3), [5, 6], method=method, **options)
+    taught(range(3), method=method, **options).save(tmp_path)
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    assert_same(whole, ContinualClassifier.load(tmp_path))
+
+
+def test_undo_is_bit_for_bit(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="coda-p", epochs=1)
+    classifier.save(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    classifier.learn(*drawings([3, 4]))
+    classifier.save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+    loaded = ContinualClassifier.load(tmp_path)
+    loaded.undo()
+    classifier.undo()
+    assert_same(loaded, classifier)
+    assert coda("undo", str(tmp_path)).returncode == 0
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert len(json.loads((tmp_path / "config.json").read_text())["tasks"]) == 1
+    with pytest.raises(NothingToUndo):
+        classifier.undo()
+    again = coda("undo", str(tmp_path))
+    assert again.returncode == 2
+    assert "no earlier version" in again.stderr
+
+
+def test_a_model_is_small(tmp_path: Path) -> None:
+    classifier = taught(range(3), range(3, 6), method="coda-p", epochs=1)
+    classifier.save(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 2 * 1_000_000
+    ranpac = taught(range(3))
+    ranpac.save(tmp_path / "ranpac")
+    assert (tmp_path / "ranpac" / "model.safetensors").stat().st_size < 10_000_000
+
+
+@pytest.mark.parametrize("method", ["ranpac", "coda-p", "coda-p-ranpac", "ncm"])
+def test_no_image_and_no_feature_of_an_image_is_in_the_file(method: str, tmp_path: Path) -> None:
+    images, names = drawings(range(3))
+    options = {} if method in ("ranpac", "ncm") else {"epochs": 1}
+    classifier = ContinualClassifier(method=method, **options)
+    classifier.learn(images, names, validation=0)
+    classifier.save(tmp_path)
+    inner = classifier._method
+    views = torch.stack([_view(classifier, image) for image in images])
+    with torch.no_grad():
+        queries = inner.queries(views)
+        vectors = [queries, inner.features(views, queries), views.flatten(1)]
+        if hasattr(inner, "statistics"):
+            vectors.append(inner.statistics.hidden(vectors[1]))
+    for name, tensor in tensors(classifier).items():
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            continue
+        for rows in (tensor.flatten(0, -2), tensor.transpose(-1, -2).flatten(0, -2)):
+            for vector in vectors:
+                if rows.shape[1] == vector.shape[1]:
+                    near = torch.cosine_similarity(rows[:, None], vector[None], dim=2)
+                    gap = torch.cdist(rows, vector)
+                    assert gap.min() > 1e-3, f"{name} holds an image's vector"
+                    assert name == "sums" or near.max() < 0.9999, name
+
+
+def _view(classifier: ContinualClassifier, image: Any) -> torch.Tensor:
+    from coda_prompt.data.images import test_view
+
+    return test_view(Image.fromarray(image), classifier._backbone.pixels, "squash")
+
+
+def test_a_class_of_one_image_is_told() -> None:
+    classifier = ContinualClassifier(method="ncm")
+    images, names = drawings(range(2), count=6)
+    learned = classifier.learn(images[:7], names[:7])
+    assert any("learned from one image" in warning for warning in learned.warnings)
+
+
+@pytest.mark.parametrize("method", ["er-5000", "upper-bound"])
+def test_methods_that_need_old_images_are_refused(method: str) -> None:
+    with pytest.raises(BadOption, match="keeps none"):
+        ContinualClassifier(method=method)
+
+
+def test_a_failed_learn_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="coda-p", epochs=2)
+    before = {name: tensor.clone() for name, tensor in tensors(classifier).items()}
+    tasks = list(classifier.tasks_)
+
+    def stop(event: Event) -> None:
+        if event.kind == "epoch":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        classifier.learn(*drawings([3, 4]), on_event=stop)
+    after = tensors(classifier)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert classifier.tasks_ == tasks
+    assert classifier.classes_ == list(NAMES[:3])
+    classifier.learn(*drawings([3, 4]))
+    assert_same(classifier, taught(range(3), [3, 4], method="coda-p", epochs=2))
+
+
+def test_a_failure_while_measuring_leaves_everything_as_it_was() -> None:
+    classifier = taught(range(3))
+    before = {name: tensor.clone() for name, tensor in tensors(classifier).items()}
+    calls = 0
+
+    def stop(event: Event) -> None:
+        nonlocal calls
+        calls += event.kind == "pass" and event.step == event.steps
+        if calls == 2:  # features of the task, then its held-out images
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        classifier.learn(*drawings([3, 4]), on_event=stop)
+    assert classifier.classes_ == list(NAMES[:3])
+    assert all(torch.equal(tensors(classifier)[name], before[name]) for name in before)
+    with pytest.raises(NothingToUndo):
+        classifier.undo()
+    fresh = ContinualClassifier()
+    calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        fresh.learn(*drawings([3, 4]), on_event=stop)
+    assert fresh.classes_ == []
+
+
+def test_a_tiny_task_does_not_make_the_model_forget() -> None:
+    """Two held-out drawings must not choose the ridge of twenty well-learned classes."""
+    classifier = ContinualClassifier(method="ranpac")
+    classifier.learn(*drawings(range(20), count=80), validation=0)
+    before = classifier.score(*drawings(range(20), test=True))
+    for first in (20, 22, 24, 26):
+        classifier.learn(*drawings([first, first + 1], count=7), validation=0)
+    assert classifier.score(*drawings(range(20), test=True)) >= before - 0.03
+
+
+def test_epochs_of_one_task_are_not_those_of_the_next(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="coda-p", epochs=2)
+    seen = []
+    classifier.learn(*drawings([3, 4]), epochs=1, on_event=lambda event: seen.append(event.epochs))
+    assert max(seen) == 1
+    classifier.learn(*drawings([5, 6]), on_event=lambda event: seen.append(event.epochs))
+    assert max(seen) == 2
+
+
+def test_a_folder_with_other_things_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("my project")
+    classifier = taught(range(2), method="ncm")
+    with pytest.raises(MissingData, match="not empty"):
+        classifier.save(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my project"
+    (tmp_path / "model.safetensors").write_bytes(b"a model of somebody else")
+    with pytest.raises(CorruptFile, match="not a model of this program"):
+        classifier.save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"a model of somebody else"
+
+
+def test_a_damaged_earlier_version_does_not_stop_predictions(tmp_path: Path) -> None:
+    taught(range(2), [2], method="ncm").save(tmp_path)
+    (tmp_path / "previous.safetensors").write_bytes(b"damaged")
+    loaded = ContinualClassifier.load(tmp_path)
+    assert len(loaded.predict(drawings([0])[0])) == 20
+    with pytest.raises(CorruptFile):
+        loaded.undo()
+
+
+def test_a_large_share_held_out_leaves_two_images_to_learn_from() -> None:
+    classifier = ContinualClassifier(method="ncm")
+    learned = classifier.learn(*drawings(range(3), count=6), validation=0.9)
+    assert learned.held_out == 3 * 4
+    assert tensors(classifier)["counts"].tolist() == [2, 2, 2]
+
+
+def test_methods_whose_file_would_be_a_network_or_code_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="whole network"):
+        ContinualClassifier(method="ft++")
+    (tmp_path / "mine.py").write_text(
+        "from coda_prompt.methods.closedform import NearestClassMean\n"
+        "class Mine(NearestClassMean):\n    pass\n"
+    )
+    with pytest.raises(BadOption, match="comes with the program"):
+        ContinualClassifier(method=f"{tmp_path}/mine.py:Mine")
+    with pytest.raises(BadOption, match="device"):
+        ContinualClassifier(device="nonsense")
+
+
+def test_one_image_is_one_image_however_it_comes(tmp_path: Path) -> None:
+    classifier = taught(range(3), method="ncm")
+    grey = SOURCE.test.images[0]
+    grey_image = Image.fromarray(grey)
+    grey_image.save(tmp_path / "one.png")
+    colour = np.stack([grey] * 3, axis=2)
+    kinds = [grey, colour, grey_image, torch.from_numpy(grey), torch.from_numpy(grey)[None],
+             torch.from_numpy(colour).permute(2, 0, 1), str(tmp_path / "one.png")]  # fmt: skip
+    answers = {classifier.predict(kind).tolist()[0] for kind in kinds}
+    assert len(answers) == 1
+    assert all(len(classifier.predict(kind)) == 1 for kind in kinds)
+
+
+def test_classes_a_dataset_only_names_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pairs(torch.utils.data.Dataset[Any]):
+        classes = ("never", NAMES[0], "nowhere", NAMES[1])
+
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            row = index % 2
+            return drawings([row], 20)[0][index], 2 * row + 1
+
+    classifier = ContinualClassifier(method="ncm")
+    assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
+    named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
+    monkeypatch.setattr(inputs, "_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
+    found = labelled("anything")
+    assert found.names == ("c",)
+    assert found.split.labels.tolist() == [0] * 4
+
+
+def damaged(content: bytes, how: str) -> bytes:
+    if how == "cut":
+        return content[: len(content) // 2]
+    if how == "flipped":
+        return content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]
+    if how == "renamed class":
+        return content.replace(NAMES[0].encode(), NAMES[0][::-1].encode())
+    if how == "huge header":
+        return (2**40).to_bytes(8, "little") + content[8:]
+    return {"empty": b"", "text": b"hello there, this is no model"}[how]
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "renamed class", "huge header", "empty", "text"])
+def test_a_damaged_model_is_refused(how: str, tmp_path: Path) -> None:
+    taught(range(2), method="ncm").save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(damaged(file.read_bytes(), how))
+    with pytest.raises(CorruptFile):
+        ContinualClassifier.load(tmp_path)
+    shown = coda("info", str(tmp_path))
+    assert shown.returncode == 2
+    assert "Traceback" not in shown.stderr
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a model's description with a right hash, as a stranger could."""
+    file = folder / "model.safetensors"
+    header, body = store._parts(file.read_bytes(), file)
+    description = json.loads(header["__metadata__"]["description"])
+    replaced = change(description)
+    text = json.dumps(description if replaced is None else replaced)
+    digest = hashlib.sha256(text.encode() + body).hexdigest()
+    header["__metadata__"] = {"description": text, "sha256": digest}
+    start = json.dumps(header).encode()
+    file.write_bytes(len(start).to_bytes(8, "little") + start + body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(method="/tmp/evil.py:Evil"),
+        lambda d: d.update(method="er-5000"),
+        lambda d: d.update(method=3),
+        lambda d: d.update(format=2),
+        lambda d: d.update(options={"no such option": 1}),
+        lambda d: d.update(options={"seed": 1}),
+        lambda d: d.update(options={"device": "cuda"}),
+        lambda d: d.update(options=None),
+        lambda d: d.update(training={"epochs": -1}),
+        lambda d: d.update(training={"method": "ncm"}),
+        lambda d: d.update(classes=["a"]),
+        lambda d: d.update(classes=["a", "a"]),
+        lambda d: d.update(classes="ab"),
+        lambda d: d.update(tasks={}),
+        lambda d: d.update(tasks=[1]),
+        lambda d: d.update(tasks=[{}]),
+        lambda d: d["tasks"][0].update(temperature=-1.0),
+        lambda d: d["tasks"][0].update(new=d["tasks"][0]["new"] * 2),
+        lambda d: d.update(temperature=float("nan")),
+        lambda d: d.update(pixels={}),
+        lambda d: d["backbone"].update(fingerprint="0" * 64),
+        lambda d: d["backbone"].update(name="no-such-backbone"),
+        lambda d: d.pop("backbone") and None,
+        lambda d: [1],
+        lambda d: d.update(method="ranpac", options={"width": 10**7}),
+        lambda d: d.update(method="ranpac", options={"width": 64}),
+    ],
+)
+def test_a_stranger_s_model_can_at_worst_be_refused(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    taught(range(2), method="ncm").save(tmp_path)
+    changed(tmp_path, lambda d: None)
+    assert ContinualClassifier.load(tmp_path).classes_ == list(NAMES[:2])
+    changed(tmp_path, change)
+    with pytest.raises(CodaError):
+        ContinualClassifier.load(tmp_path)
+
+
+def test_a_save_cut_off_at_any_step_leaves_one_whole_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every write and rename fails once; afterwards the model loads, and undo is right."""
+    first = taught(range(2), method="ncm")
+    second = taught(range(2), [2], method="ncm")
+    for step in range(8):
+        folder = tmp_path / str(step)
+        first.save(folder)
+        calls = 0
+        real = os.replace
+
+        def failing(source: Any, target: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == step + 1:  # noqa: B023
+                raise OSError(28, "No space left on device")
+            real(source, target)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing)
+            patch.setattr(Path, "replace", lambda self, target: failing(self, target))
+            with contextlib.suppress(OSError):
+                second.save(folder)
+        found = ContinualClassifier.load(folder)
+        assert found.classes_ in (first.classes_, second.classes_)
+        with store.writing(folder):
+            pass  # the next writer finishes what was cut off
+        found = ContinualClassifier.load(folder)
+        if found.classes_ == second.classes_:
+            found.undo()
+        assert_same(found, first)
+
+
+def test_one_writer_at_a_time(tmp_path: Path, drawing_folders: Path) -> None:
+    taught(range(2), method="ncm").save(tmp_path)
+    with store.writing(tmp_path):
+        with pytest.raises(ModelBusy, match=str(os.getpid())):
+            taught(range(2), method="ncm").save(tmp_path)
+        assert ContinualClassifier.load(tmp_path).classes_, "readers go on"
+        busy = coda("learn", str(tmp_path), str(drawing_folders / "task-2"))
+        assert busy.returncode == 2
+        assert "another process" in busy.stderr
+    taught(range(2), method="ncm").save(tmp_path)
+
+
+@pytest.mark.parametrize("moment", [0.3, 0.7, "saving"])
+def test_a_killed_learn_leaves_one_whole_version(
+    moment: float | str, tmp_path: Path, drawing_folders: Path
+) -> None:
+    """SIGKILL while it learns, or as soon as a new file appears; the same command then finishes."""
+    model, second = tmp_path / "model", drawing_folders / "task-2"
+    first = ContinualClassifier(method="coda-p", epochs=6)
+    first.learn(drawing_folders / "task-1")
+    first.save(model)
+    whole = ContinualClassifier.load(model)
+    started = time.monotonic()
+    whole.learn(second)
+    took = time.monotonic() - started
+    process = started_coda("learn", str(model), str(second))
+    before = {path.name for path in model.iterdir()} | {store.LOCK, store.OWNER}
+    deadline = time.monotonic() + 120
+    while not (model / store.OWNER).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if moment == "saving":
+        while {path.name for path in model.iterdir()} <= before and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+    else:
+        time.sleep(float(moment) * took)
+    process.kill()
+    process.communicate()
+    assert ContinualClassifier.load(model).classes_ in (first.classes_, whole.classes_)
+    with store.writing(model):
+        pass  # the lock of a dead process holds nobody up
+    assert not list(model.glob("*.tmp"))
+    if ContinualClassifier.load(model).classes_ == first.classes_:
+        finished = coda("learn", str(model), str(second))
+        assert finished.returncode == 0, finished.stderr
+    found = ContinualClassifier.load(model)
+    assert_same(found, whole)
+    found.undo()
+    assert_same(found, first)
