@@ -75,6 +75,9 @@ def main() -> None:
         if fabric.global_rank == 0:
             contiguous = {key: tensor.contiguous().clone() for key, tensor in found.items()}
             save_file(contiguous, Path(out) / f"{name}.safetensors")
+    if fabric.world_size > 1:  # a process that leaves while another still talks to it aborts
+        fabric.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

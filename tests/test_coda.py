@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from small import brief, tiny_vit
+from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 from torch.testing import assert_close
 
 from coda_prompt import methods
+from coda_prompt.data.stream import cut
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.methods.folding import Folded
 from coda_prompt.methods.orthogonal import orthonormal_rows
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.loading import batches
+from coda_prompt.training.settings import Training
 
 
 def coda(**options: Any) -> CodaPrompt:
@@ -212,3 +217,37 @@ def test_the_small_variant_has_the_papers_sizes() -> None:
     assert (small.config.components, small.config.length) == (20, 4)
     large = methods.make("coda-p", tiny_vit())
     assert (large.config.components, large.config.length) == (100, 8)
+
+
+def test_what_follows_from_frozen_components_is_worked_out_once_and_anew_when_they_change() -> None:
+    calls = []
+
+    def doubled(tensor: Tensor) -> Tensor:
+        calls.append(1)
+        return 2 * tensor
+
+    fold, tensor = Folded(doubled), torch.ones(2)
+    with torch.inference_mode():
+        first = fold(tensor)
+    assert fold(tensor) is first
+    assert not first.is_inference(), "what testing asked for serves training too"
+    tensor.add_(1)
+    assert fold(tensor).tolist() == [4, 4]
+    assert fold(tensor.clone()).tolist() == [4, 4]
+    assert len(calls) == 3
+
+
+def test_an_early_query_takes_no_second_pass_and_its_model_is_whole() -> None:
+    method = methods.make("coda-p", tiny_vit(), query="early", blocks=(1, 2, 3), components=6)
+    stream = cut(patterns(4, 6), tasks=2)
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1))
+    engine.run(method, stream)
+    samples = stream.tasks[0].test
+    passes: list[int] = []
+    method.backbone.blocks[5].register_forward_hook(lambda *_: passes.append(1))
+    (batch,) = batches(samples, PLAIN_VIEWS, [list(range(len(samples)))])
+    images = batch.images
+    assert_close(method.logits(images), engine.logits(method, samples))
+    assert len(passes) == 2, "one pass for each of the two"
+    with pytest.raises(BadOption, match="block 0 is the same for every image"):
+        methods.make("coda-p", tiny_vit(), query="early")

@@ -14,7 +14,7 @@ from small import AUGMENTED_VIEWS, PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 
 from coda_prompt import methods
-from coda_prompt.data.stream import Samples, Task, cut
+from coda_prompt.data.stream import Samples, Stream, Task, cut
 from coda_prompt.errors import (
     BadImage,
     BadOption,
@@ -28,11 +28,13 @@ from coda_prompt.errors import (
 )
 from coda_prompt.methods import Loss, Method
 from coda_prompt.methods.base import cosines
-from coda_prompt.methods.coda import component_weights
+from coda_prompt.methods.coda import component_weights, folded
 from coda_prompt.methods.options import make_config
+from coda_prompt.model.vit import Images, Opening
 from coda_prompt.pixels import Pixels
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
+from coda_prompt.training.queries import QueryTable
 from coda_prompt.training.schedule import learning_rate
 from coda_prompt.training.settings import Event, Training
 
@@ -59,9 +61,10 @@ class Watched:
         self.images: list[Tensor] = []
         loss = method.loss
 
-        def watched(images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+        def watched(images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
             self.labels.append(labels.tolist())
-            self.images.append(images.clone())
+            seen = images.tokens if isinstance(images, Opening) else images
+            self.images.append(seen.clone())
             return loss(images, labels, queries)
 
         method.loss = watched  # type: ignore[method-assign]
@@ -87,7 +90,7 @@ def test_every_image_is_seen_once_an_epoch_and_the_last_small_batch_is_not_dropp
 
 
 def test_batches_are_shuffled_anew_in_every_epoch_and_the_same_for_every_method() -> None:
-    coda, _ = trained("coda-p")
+    coda, _ = trained("coda-p", queries="cached")
     finetuned, _ = trained("ft++")
     assert coda.labels[:2] != coda.labels[2:4]
     assert coda.labels == finetuned.labels
@@ -291,10 +294,11 @@ def test_cached_queries_equal_exact_ones_without_augmentation() -> None:
     states = []
     for queries in ("exact", "cached"):
         method = methods.make("coda-p", tiny_vit())
-        Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8, queries=queries)).run(method, stream)
+        training = Training(epochs=2, batch_size=8, queries=queries)
+        Engine(PLAIN_VIEWS, training, fabric=double()).run(method, stream)
         states.append(method.learned_state())
     for key, tensor in states[0].items():
-        torch.testing.assert_close(states[1][key], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[1][key], tensor, rtol=1e-9, atol=1e-11)
 
 
 def test_no_gradient_reaches_the_backbone() -> None:
@@ -361,18 +365,71 @@ def test_evaluation_runs_in_inference_mode_and_leaves_the_method_trainable() -> 
 
 def test_cached_queries_are_computed_once_for_each_image() -> None:
     stream = cut(patterns(4, 5, test=3), tasks=2)
+    assert query_passes(stream, queries="cached") == 20 + 12
+
+
+def query_passes(stream: Stream, **training: Any) -> int:
+    """Images whose query was computed while a stream was learned in five epochs and tested."""
     method = methods.make("coda-p", tiny_vit())
     seen, queries = [], method.queries
 
-    def counted(images: Tensor) -> Tensor:
-        seen.append(len(images))
+    def counted(images: Images) -> Tensor:
+        seen.append(len(images.tokens if isinstance(images, Opening) else images))
         return queries(images)
 
     method.queries = counted  # type: ignore[method-assign]
-    engine = Engine(AUGMENTED_VIEWS, Training(epochs=5, queries="cached"))
+    engine = Engine(AUGMENTED_VIEWS, Training(epochs=5, **training))
     engine.run(method, stream)
-    assert sum(seen) == 20 + 12
     assert len(engine.queries._tables) == 2, "only the test images' are still needed"
+    return sum(seen)
+
+
+def test_queries_of_test_images_are_computed_once_and_of_training_views_as_they_come() -> None:
+    stream = cut(patterns(4, 5, test=3), tasks=2)
+    assert query_passes(stream) == 5 * 20 + 12
+    assert query_passes(stream, views=2) == 2 * 20 + 12
+    assert query_passes(stream, views=9) == 5 * 20 + 12
+
+
+def test_a_finite_number_of_views_is_exact() -> None:
+    """Remembered queries are those of the views: learning without remembering gives the same."""
+    stream = cut(patterns(4, 6), tasks=2)
+    states = []
+    for remembers in (True, False):
+        method = methods.make("coda-p", tiny_vit())
+        engine = Engine(AUGMENTED_VIEWS, Training(epochs=4, batch_size=8, views=2))
+        if not remembers:
+            engine.queries._table = lambda *_: QueryTable(24, 32, torch.float32, 10**6)  # type: ignore[method-assign]
+        engine.run(method, stream)
+        states.append(method.learned_state())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("queries", ["exact", "cached"])
+def test_queries_beyond_the_memory_lie_in_a_file_and_are_the_same(queries: Any) -> None:
+    stream = cut(patterns(4, 6), tasks=2)
+    states = []
+    for memory in (0, 1024):
+        method = methods.make("coda-p", tiny_vit())
+        training = Training(epochs=2, views=1, queries=queries, query_memory=memory)
+        engine = Engine(AUGMENTED_VIEWS, training)
+        engine.run(method, stream)
+        held = [table.memory > 0 for _, _, table in engine.queries._tables.values()]
+        assert set(held) == {memory > 0}
+        states.append(method.learned_state())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_recomputed_activations_give_the_same_step() -> None:
+    stream = cut(patterns(4, 6), tasks=2)
+    states = []
+    for recompute in (False, True):
+        method = methods.make("coda-p", tiny_vit())
+        Engine(PLAIN_VIEWS, Training(epochs=2, recompute=recompute)).run(method, stream)
+        assert method.backbone.recompute == recompute
+        states.append(method.learned_state())
+    for key, tensor in states[0].items():
+        torch.testing.assert_close(states[1][key], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_cached_queries_of_one_backbone_are_not_taken_for_anothers() -> None:
@@ -440,9 +497,9 @@ def test_mixed_precision_keeps_the_penalty_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(method.penalty(), exact)
         queries = torch.randn(4, 32)
-        weights = component_weights(queries, method.new_keys, method.new_attention)
+        weights = component_weights(queries, folded(method.new_keys, method.new_attention))
         similarity = cosines(queries, method.new_keys)
-    exactly = component_weights(queries, method.new_keys, method.new_attention)
+    exactly = component_weights(queries, folded(method.new_keys, method.new_attention))
     assert torch.equal(weights, exactly)
     assert torch.equal(similarity, cosines(queries, method.new_keys))
 

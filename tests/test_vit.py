@@ -116,7 +116,7 @@ def test_prefixes_go_in_after_the_projection() -> None:
     mean = values.sum(dim=1, keepdim=True) / 13
     expected = attention.proj(mean).expand(-1, 10, -1)
     torch.testing.assert_close(
-        attention(tokens, (keys, values), class_only=False), expected, atol=1e-6, rtol=1e-5
+        attention(*attention.project(tokens, False), (keys, values)), expected, atol=1e-6, rtol=1e-5
     )
 
 
@@ -128,6 +128,22 @@ def test_prefixes_do_not_change_the_number_of_tokens() -> None:
     vit.features(images, random_prefixes(REGISTERS, [0, 1, 2]))
     everything = (2, 1 + 2 + 9, 16)
     assert shapes == [everything, everything, (2, 1, 16)]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_passes_that_agree_up_to_a_block_share_their_opening(first: int) -> None:
+    vit, images = random_vit(REGISTERS), random_images(REGISTERS)
+    prefixes = random_prefixes(REGISTERS, list(range(first, 3)))
+    opening = vit.open(images, first)
+    assert torch.equal(vit.features(opening), vit.features(images))
+    assert torch.equal(vit.features(opening, prefixes), vit.features(images, prefixes))
+
+
+def test_an_early_feature_is_that_of_a_network_cut_off_there() -> None:
+    vit, images = random_vit(PLAIN), random_images(PLAIN)
+    early = vit.early_features(vit.open(images, 2))
+    del vit.blocks[2:]
+    torch.testing.assert_close(early, vit.features(images), atol=1e-6, rtol=1e-5)
 
 
 def test_a_feature_does_not_depend_on_the_other_images_of_the_batch() -> None:

@@ -21,10 +21,10 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.errors import CorruptFile, UnfinishedTask, WrongRows
+from coda_prompt.errors import BadOption, CorruptFile, UnfinishedTask, WrongRows
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT
-from coda_prompt.model.vit import Prefixes, ViT
+from coda_prompt.model.vit import Images, Opening, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
 
@@ -155,23 +155,27 @@ class Method(nn.Module):
 
     # -- what it computes
 
-    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+    def features(self, images: Images, queries: Tensor | None) -> Tensor:
         """B x D."""
         raise NotImplementedError
 
-    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
+    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         """B x classes seen; queries are computed where they are needed and not given."""
         raise NotImplementedError
 
-    def loss(self, images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
         raise NotImplementedError
 
-    def forward(self, images: Tensor, labels: Tensor, queries: Tensor | None = None) -> Loss:
+    def forward(self, images: Images, labels: Tensor, queries: Tensor | None = None) -> Loss:
         """The training step's way in, so that wrappers for several processes see it."""
         return self.loss(images, labels, queries)
 
+    def opened(self, images: Images) -> Images:
+        """As far as the query's pass and the one after it compute the same."""
+        return images
+
     @torch.no_grad()
-    def queries(self, images: Tensor) -> Tensor:
+    def queries(self, images: Images) -> Tensor:
         return self.backbone.features(images)
 
     # -- what is kept
@@ -249,9 +253,7 @@ class TrainedMethod(Method):
         self.head.close()
         super().end_task()
 
-    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
-        if queries is None and self.needs_queries:
-            queries = self.queries(images)
+    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.head(self.features(images, queries))
 
     def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
@@ -286,10 +288,45 @@ class TrainedMethod(Method):
         )
 
 
+@pydantic_dataclass(frozen=True, config=STRICT)
+class PromptConfig(MethodConfig):
+    """Options every prompt method has."""
+
+    query: Literal["final", "early"] = "final"
+    """The class token that prompts are chosen by: as it leaves the plain ViT, or as it enters the
+    first prompted block, which takes no second pass (one-stage; not the paper's)."""
+
+
 class PromptMethod(TrainedMethod):
     """A frozen ViT run twice: plain for the query, then with prefixes made from it."""
 
+    Config: ClassVar[type[MethodConfig]] = PromptConfig
     needs_queries = True
+    config: PromptConfig
+
+    def __init__(self, backbone: ViT, config: PromptConfig, blocks: tuple[int, ...] = (0,)) -> None:
+        """`blocks`: those that may have prefixes."""
+        super().__init__(backbone, config)
+        self.first_block = min(blocks, default=0)
+        if config.query == "early" and self.first_block == 0:
+            raise BadOption(
+                "the method",
+                "query",
+                "the class token that enters block 0 is the same for every image: "
+                "'early' needs prompts from a later block on",
+            )
+
+    @torch.no_grad()
+    def opened(self, images: Images) -> Opening:
+        return (
+            images if isinstance(images, Opening) else self.backbone.open(images, self.first_block)
+        )
+
+    @torch.no_grad()
+    def queries(self, images: Images) -> Tensor:
+        if self.config.query == "early":
+            return self.backbone.early_features(self.opened(images))
+        return self.backbone.features(images)
 
     def prefixes(self, queries: Tensor) -> Prefixes:
         """What inference puts in front of keys and values, for all prompted blocks at once."""
@@ -302,11 +339,13 @@ class PromptMethod(TrainedMethod):
     def penalty(self) -> Tensor:
         return self.head.weight.new_zeros(())
 
-    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
-        assert queries is not None
+    def features(self, images: Images, queries: Tensor | None) -> Tensor:
+        if queries is None:
+            images = self.opened(images)
+            queries = self.queries(images)
         return self.backbone.features(images, self.prefixes(queries))
 
-    def loss(self, images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
         assert queries is not None
         prefixes, total = self.training_prefixes(queries)
         features = self.backbone.features(images, prefixes)

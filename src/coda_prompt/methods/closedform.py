@@ -18,7 +18,7 @@ from coda_prompt.methods.base import (
     cosines,
 )
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
-from coda_prompt.model.vit import ViT
+from coda_prompt.model.vit import Images, ViT
 
 
 class ClosedForm(Method):
@@ -28,11 +28,11 @@ class ClosedForm(Method):
     closed_form = True
     fits = True
 
-    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+    def features(self, images: Images, queries: Tensor | None) -> Tensor:
         assert queries is not None
         return queries
 
-    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
+    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.scores(self.queries(images) if queries is None else queries)
 
     def scores(self, queries: Tensor) -> Tensor:

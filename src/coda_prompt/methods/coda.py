@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -24,15 +24,17 @@ from torch.nn import functional as F
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.base import (
     MethodConfig,
+    PromptConfig,
     PromptMethod,
     TaskBrief,
-    cosines,
     full_precision,
     split_prompts,
 )
+from coda_prompt.methods.folding import Folded
 from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import (
     frobenius_penalty,
+    gram_error,
     mean_square_penalty,
     orthonormal_rows,
     uniform_rows,
@@ -52,11 +54,12 @@ PRESETS: MappingProxyType[str, tuple[Start, Penalty, float]] = MappingProxyType(
         "release-2023": ("task-by-task", "mean-square", 0.0),
     }
 )
+SMALLEST = 1e-12
 PENALTIES = MappingProxyType({"frobenius": frobenius_penalty, "mean-square": mean_square_penalty})
 
 
 @dataclass(frozen=True, config=STRICT)
-class CodaConfig(MethodConfig):
+class CodaConfig(PromptConfig):
     """Options of CODA-P."""
 
     components: int = Field(default=100, ge=1)
@@ -105,7 +108,7 @@ class CodaPrompt(PromptMethod):
     component_sizes: Tensor
 
     def __init__(self, backbone: ViT, config: CodaConfig) -> None:
-        super().__init__(backbone, config)
+        super().__init__(backbone, config, config.blocks)
         check_length("length", config.length)
         check_blocks("blocks", config.blocks, backbone)
         if not config.blocks:
@@ -135,6 +138,8 @@ class CodaPrompt(PromptMethod):
         self.register_buffer("keys", torch.zeros(blocks, 0, width))
         self.register_buffer("attention", torch.zeros(blocks, 0, width))
         self.register_buffer("component_sizes", torch.zeros(0, dtype=torch.int64))
+        self._folded = Folded(folded)
+        self._frozen_error = {kind: Folded(gram_error) for kind in self.kinds}
         self.new_components: nn.Parameter | None = None
         self.new_keys: nn.Parameter | None = None
         self.new_attention: nn.Parameter | None = None
@@ -207,47 +212,66 @@ class CodaPrompt(PromptMethod):
     # -- prompts
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        prompts = self._prompts(queries, self.components, self.keys, self.attention)
+        """p = sum_m alpha_m P_m (eq. 3), the old components' part and the new ones'."""
+        parts = []
+        if self.components.shape[1]:
+            attended = (self.keys, self.attention) if self.config.attention else (self.keys,)
+            parts.append(_summed(queries, self._folded(*attended), self.components))
         if self.new_components is not None and self.new_keys is not None:
-            prompts = prompts + self._prompts(
-                queries, self.new_components, self.new_keys, self.new_attention
+            parts.append(
+                _summed(queries, folded(self.new_keys, self.new_attention), self.new_components)
             )
-        elif not self.components.shape[1]:
+        if not parts:
             return {}
+        prompts = parts[0] + parts[1] if len(parts) > 1 else parts[0]
         return {
             block: split_prompts(prompts[position])
             for position, block in enumerate(self.config.blocks)
         }
-
-    def _prompts(
-        self, queries: Tensor, components: Tensor, keys: Tensor, attention: Tensor | None
-    ) -> Tensor:
-        """blocks x B x L x D: p = sum_m alpha_m P_m (eq. 3)."""
-        weights = component_weights(queries, keys, attention if self.config.attention else None)
-        return (weights @ components.flatten(2)).unflatten(2, components.shape[2:])
 
     def penalty(self) -> Tensor:
         if not self._penalty_weight or self.new_components is None:
             return super().penalty()
         measure = PENALTIES[self._penalty_name]
         parts = [
-            measure(getattr(self, kind).flatten(2), getattr(self, f"new_{kind}").flatten(2))
-            for kind in self.kinds
+            measure(getattr(self, kind), getattr(self, f"new_{kind}"), error(getattr(self, kind)))
+            for kind, error in self._frozen_error.items()
         ]
         return self._penalty_weight * torch.stack(parts).sum()
 
 
-def component_weights(queries: Tensor, keys: Tensor, attention: Tensor | None) -> Tensor:
-    """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D and rows blocks x M x D.
+class FoldedKeys(NamedTuple):
+    """Keys and attention vectors, in the two products that weights are made of."""
+
+    matched: Tensor
+    """blocks x M x D: A * K / |K|, or K / |K| without attention vectors."""
+    squares: Tensor | None
+    """blocks x M x D: A^2; None without attention vectors."""
+
+
+def folded(keys: Tensor, attention: Tensor | None = None) -> FoldedKeys:
+    with full_precision(keys.device):
+        unit = F.normalize(keys, dim=-1, eps=SMALLEST)
+        if attention is None:
+            return FoldedKeys(unit, None)
+        return FoldedKeys(attention * unit, attention.square())
+
+
+def component_weights(queries: Tensor, keys: FoldedKeys) -> Tensor:
+    """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D.
 
     q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
     Without attention vectors alpha = cos(q, K) (eq. 4).
     """
-    if attention is None:
-        return cosines(queries, keys)
-    smallest = 1e-12
     with full_precision(queries.device):  # a cosine in half precision is noise
-        queries = queries.to(keys.dtype)
-        matched = queries @ (attention * F.normalize(keys, dim=-1, eps=smallest)).mT
-        squared_length = queries.square() @ attention.square().mT
-        return matched / squared_length.clamp_min(smallest**2).sqrt()
+        queries = queries.to(keys.matched.dtype)
+        if keys.squares is None:
+            return F.normalize(queries, dim=-1, eps=SMALLEST) @ keys.matched.mT
+        squared_length = queries.square() @ keys.squares.mT
+        return queries @ keys.matched.mT / squared_length.clamp_min(SMALLEST**2).sqrt()
+
+
+def _summed(queries: Tensor, keys: FoldedKeys, components: Tensor) -> Tensor:
+    """blocks x B x L x D."""
+    weights = component_weights(queries, keys)
+    return (weights @ components.flatten(2)).unflatten(2, components.shape[2:])

@@ -13,6 +13,7 @@ from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
+from coda_prompt.model.vit import Images
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -40,8 +41,7 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
         if self.new_components is None:
             self.head.close()
 
-    def logits(self, images: Tensor, queries: Tensor | None = None) -> Tensor:
-        queries = self.queries(images) if queries is None else queries
+    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.statistics(self.features(images, queries))
 
     def parameter_count(self) -> ParameterCount:

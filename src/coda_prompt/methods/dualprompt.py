@@ -12,14 +12,21 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.base import MethodConfig, PromptMethod, TaskBrief, cosines, split_prompts
+from coda_prompt.methods.base import (
+    MethodConfig,
+    PromptConfig,
+    PromptMethod,
+    TaskBrief,
+    cosines,
+    split_prompts,
+)
 from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
 
 
 @dataclass(frozen=True, config=STRICT)
-class DualPromptConfig(MethodConfig):
+class DualPromptConfig(PromptConfig):
     """Options of DualPrompt."""
 
     general_length: int = Field(default=6, ge=1)
@@ -55,7 +62,7 @@ class DualPrompt(PromptMethod):
     keys: Tensor
 
     def __init__(self, backbone: ViT, config: DualPromptConfig) -> None:
-        super().__init__(backbone, config)
+        super().__init__(backbone, config, config.general_blocks + config.expert_blocks)
         check_length("general_length", config.general_length)
         check_length("expert_length", config.expert_length)
         check_blocks("general_blocks", config.general_blocks, backbone)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.methods.base import Loss, MethodConfig, TaskBrief, TrainedMethod
-from coda_prompt.model.vit import ViT
+from coda_prompt.model.vit import Images, ViT
 
 
 class WholeNetwork(TrainedMethod):
@@ -31,14 +31,14 @@ class WholeNetwork(TrainedMethod):
         self.network.requires_grad_(False)
         super().end_task()
 
-    def features(self, images: Tensor, queries: Tensor | None) -> Tensor:
+    def features(self, images: Images, queries: Tensor | None) -> Tensor:
         return self.network.features(images)
 
-    def loss(self, images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
+    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
         per_image = self.per_image_loss(images, labels, self.network.features(images))
         return Loss(per_image, per_image.new_zeros(len(labels)), per_image.new_zeros(()))
 
-    def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
         """Softmax over all classes seen so far."""
         return F.cross_entropy(self.head(features), labels, reduction="none")
 
@@ -59,7 +59,7 @@ class FineTuningMasked(WholeNetwork):
 
     variants = MappingProxyType({"ft++": {}})
 
-    def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
         return self._masked_loss(features, labels)
 
     def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,14 +12,21 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.base import MethodConfig, PromptMethod, TaskBrief, cosines, split_prompts
+from coda_prompt.methods.base import (
+    MethodConfig,
+    PromptConfig,
+    PromptMethod,
+    TaskBrief,
+    cosines,
+    split_prompts,
+)
 from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
 
 
 @dataclass(frozen=True, config=STRICT)
-class L2PConfig(MethodConfig):
+class L2PConfig(PromptConfig):
     """Options of L2P++."""
 
     pool: int = Field(default=30, ge=1)
@@ -51,7 +58,7 @@ class L2P(PromptMethod):
     keys: Tensor
 
     def __init__(self, backbone: ViT, config: L2PConfig) -> None:
-        super().__init__(backbone, config)
+        super().__init__(backbone, config, config.blocks)
         check_length("length", config.length)
         check_blocks("blocks", config.blocks, backbone)
         if not config.blocks:

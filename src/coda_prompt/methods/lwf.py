@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from coda_prompt.methods.base import MethodConfig, TaskBrief
 from coda_prompt.methods.finetune import WholeNetwork
 from coda_prompt.methods.head import Head
-from coda_prompt.model.vit import ViT
+from coda_prompt.model.vit import Images, ViT
 
 
 class LearningWithoutForgetting(WholeNetwork):
@@ -37,7 +37,7 @@ class LearningWithoutForgetting(WholeNetwork):
         self.teacher = None
         super().end_task()
 
-    def per_image_loss(self, images: Tensor, labels: Tensor, features: Tensor) -> Tensor:
+    def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
         logits = self.head(features)
         targets = torch.zeros_like(logits)
         if self.teacher is not None:
@@ -61,6 +61,6 @@ class Teacher(nn.Module):
         self.head = copy.deepcopy(head)
 
     @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Images) -> Tensor:
         """Sigmoid outputs, B x classes then seen."""
         return self.head(self.network.features(images)).sigmoid()

@@ -35,27 +35,33 @@ def uniform_rows(like: Tensor, count: int, generator: torch.Generator) -> Tensor
     return torch.rand(shape, generator=generator).to(like)
 
 
-def gram_error(frozen: Tensor, new: Tensor) -> Tensor:
-    """The squared entries of B B^T - I per block, B being the frozen rows over the new ones.
-
-    The frozen-by-frozen part is a constant of the task, but belongs to the penalty's value.
-    """
-    with full_precision(new.device):
-        rows = torch.cat([frozen, new], dim=1)  # blocks x rows x D
+def gram_error(rows: Tensor) -> Tensor:
+    """The sum of squares of B B^T - I, B being the rows of a block (blocks x rows x ...)."""
+    rows = rows.flatten(2)
+    with full_precision(rows.device):
         gram = rows @ rows.mT
-        return (gram - torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)) ** 2
+        identity = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        return (gram - identity).square().sum(dim=(1, 2))
 
 
-def mean_square_penalty(frozen: Tensor, new: Tensor) -> Tensor:
+def _joint_error(frozen: Tensor, new: Tensor, frozen_error: Tensor) -> Tensor:
+    """`gram_error` of the frozen rows over the new ones; that of the frozen alone is known."""
+    with full_precision(new.device):
+        across = (frozen.flatten(2) @ new.flatten(2).mT).square().sum(dim=(1, 2))
+    return frozen_error + 2 * across + gram_error(new)
+
+
+def mean_square_penalty(frozen: Tensor, new: Tensor, frozen_error: Tensor) -> Tensor:
     """Sum over blocks of mean((B B^T - I)^2): what the released code computes."""
-    return gram_error(frozen, new).mean(dim=(1, 2)).sum()
+    rows = frozen.shape[1] + new.shape[1]
+    return _joint_error(frozen, new, frozen_error).sum() / rows**2
 
 
-def frobenius_penalty(frozen: Tensor, new: Tensor) -> Tensor:
+def frobenius_penalty(frozen: Tensor, new: Tensor, frozen_error: Tensor) -> Tensor:
     """Sum over blocks of |B B^T - I|_F (eq. 6), smoothed at zero, where training starts.
 
     Orthonormal rows rounded to float32 are about 1e-5 off. Well above that the norm bends into a
     parabola; else rounding would decide the direction of a gradient of length 1.
     """
     bend = 1e-3
-    return (gram_error(frozen, new).sum(dim=(1, 2)) + bend**2).sqrt().sum()
+    return (_joint_error(frozen, new, frozen_error) + bend**2).sqrt().sum()

@@ -10,13 +10,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 Prefixes = Mapping[int, tuple[Tensor, Tensor]]
 """Block index -> (keys, values), each batch x rows x width (a batch of 1 serves every image)."""
+
+
+class Opening(NamedTuple):
+    """Images as far into the network as the plain and the prompted pass agree."""
+
+    tokens: Tensor
+    """B x tokens x D, as they enter `block`."""
+    projected: tuple[Tensor, Tensor, Tensor]
+    """Queries, keys and values of that block, before any prefix."""
+    block: int
+
+
+Images = Tensor | Opening
+"""B x C x H x W, or the same further on."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +104,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(
-        self, tokens: Tensor, prefix: tuple[Tensor, Tensor] | None, class_only: bool
-    ) -> Tensor:
-        """Attend; prefixes go in front of keys and values after the projection (SPEC 2)."""
+    def project(self, tokens: Tensor, class_only: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (of the class token alone where nothing else leaves), keys and values."""
         if class_only:
             width = tokens.shape[-1]
             weight, bias = self.qkv.weight, self.qkv.bias
@@ -99,9 +113,15 @@ class Attention(nn.Module):
             key, value = F.linear(tokens, weight[width:], bias[width:]).chunk(2, dim=-1)
         else:
             query, key, value = self.qkv(tokens).chunk(3, dim=-1)
+        return query, key, value
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, prefix: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Attend; prefixes go in front of keys and values after the projection (SPEC 2)."""
         if prefix is not None:
             key, value = (
-                torch.cat([rows.expand(tokens.shape[0], -1, -1).to(own.dtype), own], dim=1)
+                torch.cat([rows.expand(key.shape[0], -1, -1).to(own.dtype), own], dim=1)
                 for rows, own in zip(prefix, (key, value), strict=True)
             )
         attended = F.scaled_dot_product_attention(
@@ -136,16 +156,27 @@ class Block(nn.Module):
         self.mlp = MLP(width, config.mlp_width)
         self.ls2 = LayerScale(width) if config.layer_scale else nn.Identity()
 
+    def project(self, tokens: Tensor, class_only: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attn.project(self.norm1(tokens), class_only)
+
     def forward(
-        self, tokens: Tensor, prefix: tuple[Tensor, Tensor] | None = None, class_only: bool = False
+        self,
+        tokens: Tensor,
+        prefix: tuple[Tensor, Tensor] | None = None,
+        class_only: bool = False,
+        projected: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        attended = self.attn(self.norm1(tokens), prefix, class_only)
+        """`projected`: what `project` gives for these tokens, where it is known already."""
+        attended = self.attn(*(projected or self.project(tokens, class_only)), prefix)
         tokens = (tokens[:, :1] if class_only else tokens) + self.ls1(attended)
         return tokens + self.ls2(self.mlp(self.norm2(tokens)))
 
 
 class ViT(nn.Module):
     """A Vision Transformer without a classifier."""
+
+    recompute = False
+    """Whether a backward pass computes activations of blocks again instead of keeping them."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -172,16 +203,36 @@ class ViT(nn.Module):
                 nn.init.zeros_(parameter)
         return self
 
-    def features(self, images: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+    def features(self, images: Images, prefixes: Prefixes | None = None) -> Tensor:
         """The final-norm class token of each image, B x D, with prefixes in the named blocks."""
-        tokens = self._embed(images)
+        if isinstance(images, Opening):
+            tokens, projected, first = images
+        else:
+            tokens, projected, first = self._embed(images), None, 0
         last = len(self.blocks) - 1
-        for index, block in enumerate(self.blocks):
+        for index in range(first, len(self.blocks)):
             prefix = prefixes.get(index) if prefixes else None
-            tokens = block(tokens, prefix, class_only=index == last)
+            given = (tokens, prefix, index == last, projected if index == first else None)
+            if self.recompute and torch.is_grad_enabled():
+                tokens = checkpoint(self.blocks[index], *given, use_reentrant=False)
+            else:
+                tokens = self.blocks[index](*given)
         return self.norm(tokens[:, 0])
 
     forward = features
+
+    def open(self, images: Tensor, block: int = 0) -> Opening:
+        """Images up to a block's projections, without prefixes."""
+        tokens = self._embed(images)
+        for index in range(block):
+            tokens = self.blocks[index](tokens)
+        entered: Block = self.blocks[block]  # type: ignore[assignment]
+        projected = entered.project(tokens, class_only=block == len(self.blocks) - 1)
+        return Opening(tokens, projected, block)
+
+    def early_features(self, opening: Opening) -> Tensor:
+        """The final-norm class token as it enters the opening's block, B x D."""
+        return self.norm(opening.tokens[:, 0])
 
     def _embed(self, images: Tensor) -> Tensor:
         tokens = self.patch_embed(images)

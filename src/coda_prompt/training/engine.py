@@ -26,6 +26,7 @@ from coda_prompt.errors import (
     WrongRows,
 )
 from coda_prompt.methods import Loss, Method, TaskBrief
+from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
@@ -66,7 +67,8 @@ class Engine:
                 f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}",
             )
         self.on_event = on_event
-        self.queries = Queries(self.training.queries, self._query_table)
+        memory = self.training.query_memory * 2**20
+        self.queries = Queries(self.training.queries, memory, self._query_table)
 
     # -- a stream
 
@@ -150,6 +152,9 @@ class Engine:
         )
         module, wrapped = self.fabric.setup(method, optimizer)
         method.train()
+        for network in method.modules():
+            if isinstance(network, ViT):
+                network.recompute = training.recompute
         losses = []
         for epoch in range(training.epochs):
             rate = learning_rate(training.schedule, start, epoch, training.epochs)
@@ -158,7 +163,7 @@ class Engine:
             samples = self._epoch_samples(method, own, past, index, epoch)
             order = self._shuffled(len(samples), index, epoch)
             shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in order]
-            key = Epoch(training.seed, index, epoch)
+            key = Epoch(training.seed, index, epoch, training.views)
             loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
             sum_of_losses = 0.0
             for step, (batch, whole) in enumerate(zip(loader, order, strict=True)):
@@ -186,16 +191,17 @@ class Engine:
         """
         processes = self.fabric.world_size
         size = self.training.micro_batch or max(1, len(batch.labels))
-        parts = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+        starts = range(0, max(1, len(batch.labels)), size)
         value = torch.zeros((), device=self.fabric.device)
-        for number, part in enumerate(Batch(*tensors) for tensors in parts):
+        for start in starts:
+            part = batch.part(slice(start, start + size))
             with self.fabric.autocast():
-                queries = self.queries.of(method, part, samples)
-            last = number == len(parts) - 1
+                images, queries = self.queries.see(method, part, samples)
+            last = start == starts[-1]
             with self.fabric.no_backward_sync(module, enabled=not last):
-                loss: Loss = module(part.images, part.labels, queries)
+                loss: Loss = module(images, part.labels, queries)
                 share = (loss.mean.sum() / whole + loss.total.sum()) * processes
-                if number == 0:
+                if start == 0:
                     share = share + loss.penalty
                 self.fabric.backward(share)
             value += share.detach()
@@ -244,7 +250,7 @@ class Engine:
         own = torch.tensor(rows, device=self.fabric.device)
         for batch in self._pass_over(samples):
             with torch.inference_mode(), self.fabric.autocast():
-                logits = method.logits(batch.images, self.queries.of(method, batch, samples))
+                logits = method.logits(*self.queries.see(method, batch, samples))
                 right[0] += (logits.argmax(dim=1) == batch.labels).sum()
                 right[1] += (own[logits[:, own].argmax(dim=1)] == batch.labels).sum()
         over_all, among_own = self._reduced(right, "sum").tolist()
@@ -258,7 +264,7 @@ class Engine:
         method.eval()
 
         def compute(batch: Batch) -> Tensor:
-            return method.logits(batch.images, self.queries.of(method, batch, samples))
+            return method.logits(*self.queries.see(method, batch, samples))
 
         return self._table(samples, compute)
 
@@ -272,7 +278,7 @@ class Engine:
 
     def _feature_table(self, method: Method, samples: Samples) -> Tensor:
         def features(batch: Batch) -> Tensor:
-            return method.features(batch.images, self.queries.of(method, batch, samples))
+            return method.features(*self.queries.see(method, batch, samples))
 
         return self._table(samples, features)
 
@@ -327,8 +333,8 @@ class Engine:
         method.to(self.fabric.device, self._dtype)
 
     def _on_device(self, batch: Batch) -> Batch:
-        moved = Batch(*(self.fabric.to_device(tensor) for tensor in batch))
-        return moved._replace(images=moved.images.to(self._dtype))
+        images, labels, positions = (self.fabric.to_device(tensor) for tensor in batch[:3])
+        return Batch(images.to(self._dtype), labels, positions, batch.view)
 
 
 def _check_classes(stream: Stream) -> None:

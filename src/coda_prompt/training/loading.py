@@ -34,6 +34,15 @@ class Epoch:
     seed: int
     task: int
     epoch: int
+    views: int | None = None
+    """Augmented views of an image in all; None: a new one in every epoch."""
+
+    @property
+    def view(self) -> int:
+        return self.epoch % self.views if self.views else self.epoch
+
+
+TEST_VIEW = -1
 
 
 class Batch(NamedTuple):
@@ -42,11 +51,24 @@ class Batch(NamedTuple):
     labels: Tensor
     positions: Tensor
     """Where each image stands among the samples."""
+    view: int | None
+    """Which view of its image each is: `TEST_VIEW`, the number of a training view that comes
+    again, or None for one that does not."""
+
+    def part(self, rows: slice) -> Batch:
+        return Batch(self.images[rows], self.labels[rows], self.positions[rows], self.view)
 
 
 class _Views(Dataset[Any]):
     def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
         self.samples, self.views, self.epoch = samples, views, epoch
+        self.augmented = epoch is not None and views.augmentation is not None
+
+    @property
+    def view(self) -> int | None:
+        if self.epoch is None or not self.augmented:
+            return TEST_VIEW
+        return self.epoch.view if self.epoch.views else None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -56,7 +78,7 @@ class _Views(Dataset[Any]):
         if epoch is None or views.augmentation is None:
             view = test_view(image, views.pixels, views.resize)
         else:
-            random = view_generator(epoch.seed, epoch.task, epoch.epoch, position)
+            random = view_generator(epoch.seed, epoch.task, epoch.view, position)
             view = training_view(image, views.pixels, views.augmentation, random)
         return view, int(self.samples.labels[position]), position
 
@@ -64,9 +86,10 @@ class _Views(Dataset[Any]):
         if not items:  # this process has no share of a small batch
             pixels = self.views.pixels
             empty = torch.zeros(0, dtype=torch.int64)
-            return Batch(torch.zeros(0, pixels.channels, pixels.size, pixels.size), empty, empty)
+            none = torch.zeros(0, pixels.channels, pixels.size, pixels.size)
+            return Batch(none, empty, empty, self.view)
         images, labels, positions = zip(*items, strict=True)
-        return Batch(torch.stack(images), torch.tensor(labels), torch.tensor(positions))
+        return Batch(torch.stack(images), torch.tensor(labels), torch.tensor(positions), self.view)
 
 
 def batches(

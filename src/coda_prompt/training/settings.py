@@ -34,6 +34,14 @@ class Training:
     betas: tuple[Share, Share] = (0.9, 0.999)
     schedule: Schedule = "cosine"
     queries: QueryMode = "exact"
+    """Of each image as it is seen, or of the un-augmented image, computed once."""
+    views: int | None = Field(default=None, ge=1)
+    """Augmented views of an image; their exact queries are remembered. None: new ones for ever."""
+    query_memory: int = Field(default=1024, ge=0)
+    """Megabytes of remembered queries; more lie in temporary files."""
+    recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a
+    third more time."""
     seed: int = Field(default=0, ge=0)
     """The trial's: class order, splits, initial values, shuffling and augmentation follow."""
     workers: int = Field(default=0, ge=0)
