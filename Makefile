@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo lint types test test-slow clean
+.PHONY: install demo lint types test test-slow bench clean
 
 install: $(VENV)/.installed
 
@@ -28,6 +28,10 @@ test: lint types
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+bench: install
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/tasks.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

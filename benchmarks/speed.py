@@ -1,0 +1,432 @@
+"""How fast, against CODA-P as the paper writes it: ratios measured in one run on this machine.
+
+    python benchmarks/speed.py [--quick] [--only PART,...] [--out FILE]
+
+Both sides have the same threads, weights, images and precision, and take turns; medians count.
+`--quick` takes smaller networks where the parts allow it, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from textbook import TextbookCoda
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from coda_prompt import methods
+from coda_prompt.files import write_atomically
+from coda_prompt.methods import TaskBrief
+from coda_prompt.methods.coda import CodaPrompt, component_weights, folded
+from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.vit import ViT, ViTConfig
+
+VITS = {
+    "ViT-B/16": ViTConfig(),
+    "ViT-S/16": ViTConfig(width=384, heads=6, mlp_width=1536),
+    "pocket": load_backbone("pocket").vit.config,
+}
+CLASSES = 20
+"""Of a task."""
+Step = Callable[[], object]
+
+
+# -- what is measured
+
+
+def in_task(name: str, tasks: int, components: int, per_task: int) -> CodaPrompt:
+    """CODA-P after some tasks, with `components` learned in all, at the start of one more."""
+    vit = ViT(VITS[name]).initialise(torch.Generator().manual_seed(0))
+    method = methods.make("coda-p", vit, components_per_task=per_task)
+    assert isinstance(method, CodaPrompt)
+    labels = torch.arange(CLASSES)
+    for task in range(tasks):
+        rows = tuple(range(task * CLASSES, (task + 1) * CLASSES))
+        method.begin_task(TaskBrief(task, 0, rows, labels + task * CLASSES))
+        if task < tasks - 1:
+            method.end_task()
+    missing = components - method.components.shape[1] - per_task
+    for kind in method.kinds:  # as if learned before
+        held = getattr(method, kind)
+        more = torch.randn(held.shape[0], max(0, missing), *held.shape[2:])
+        setattr(method, kind, torch.cat([held, more / held[0, :1].numel() ** 0.5], dim=1))
+    return method
+
+
+def batch_for(name: str, size: int, method: CodaPrompt) -> tuple[Tensor, Tensor]:
+    config = VITS[name]
+    generator = torch.Generator().manual_seed(1)
+    shape = (size, config.channels, config.image_size, config.image_size)
+    first = method.classes_seen - CLASSES
+    labels = first + torch.randint(CLASSES, (size,), generator=generator)
+    return torch.randn(shape, generator=generator), labels
+
+
+def product_step(method: CodaPrompt, images: Tensor, labels: Tensor, cached: bool) -> Step:
+    """As the engine does it; the queries of the cached one lie in memory."""
+    known = method.queries(images)
+
+    def step() -> None:
+        method.zero_grad(set_to_none=True)
+        seen: Any = images if cached else method.opened(images)
+        loss = method.loss(seen, labels, known if cached else method.queries(seen))
+        (loss.mean.mean() + loss.penalty).backward()
+
+    return step
+
+
+def textbook_step(book: TextbookCoda, images: Tensor, labels: Tensor) -> Step:
+    def step() -> None:
+        book.zero_grad(set_to_none=True)
+        book.loss(images, labels).backward()
+
+    return step
+
+
+def steps_of(name: str, size: int) -> dict[str, Step]:
+    """A training step in task 5 of 10 with 100 components in all, in three ways."""
+    method = in_task(name, 5, 50, 10)
+    images, labels = batch_for(name, size, method)
+    return {
+        "textbook": textbook_step(TextbookCoda(method), images, labels),
+        "exact": product_step(method, images, labels, cached=False),
+        "cached": product_step(method, images, labels, cached=True),
+    }
+
+
+# -- how
+
+
+def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
+    """Seconds of each, the median of repetitions that take turns after one to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repetition in range(repetitions + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if repetition:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(own) for name, own in times.items()}
+
+
+def multiply_adds(step: Step) -> float:
+    attention: dict[Any, Any] = {  # the CPU's fused attention, which the counter does not know
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    with FlopCounterMode(display=False, custom_mapping=attention) as counter:
+        step()
+    return counter.get_total_flops() / 2
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+def peak_above(build: Callable[[], Step]) -> float:
+    """MiB a step needs above what lay in memory before it (Linux)."""
+    step = build()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _resident("VmRSS")
+    step()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def memory_apart(part: str, *arguments: str) -> float:
+    """The same in a process of its own, since a process does not give memory back."""
+    command = [sys.executable, __file__, "--memory", part, *arguments]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def one_memory(part: str, arguments: list[str]) -> float:
+    if part == "step":
+        name, size, variant = arguments
+        return peak_above(lambda: steps_of(name, int(size))[variant])
+    if part == "components":
+        name, size, components = arguments
+        return peak_above(lambda: _step_with(name, int(size), int(components)))
+    (variant,) = arguments
+    return peak_above(lambda: weight_steps()[variant])
+
+
+# -- parts
+
+
+def training(quick: bool) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, size in (("ViT-B/16", 16), ("ViT-S/16", 16), ("pocket", 16)):
+        if quick and name == "ViT-B/16":
+            continue
+        steps = steps_of(name, size)
+        forward = multiply_adds(_one_forward(name, size))
+        seconds = interleaved(steps, 5 if name != "pocket" else 40)
+        for variant, step in steps.items():
+            rows.append(
+                {
+                    "backbone": name,
+                    "batch": size,
+                    "step": variant,
+                    "seconds": seconds[variant],
+                    "forwards": multiply_adds(step) / forward,
+                    "MiB": memory_apart("step", name, str(size), variant),
+                }
+            )
+    for row in rows:
+        base = next(r for r in rows if r["step"] == "textbook" and r["backbone"] == row["backbone"])
+        row["times faster"] = base["seconds"] / row["seconds"]
+        row["counted"] = base["forwards"] / row["forwards"]
+        row["memory"] = row["MiB"] / base["MiB"]
+    return rows
+
+
+def _one_forward(name: str, size: int) -> Step:
+    """A pass over all tokens, what multiply-adds are counted in."""
+    method = in_task(name, 1, 10, 10)
+    book = TextbookCoda(method)
+    images, _ = batch_for(name, size, method)
+    return torch.no_grad()(lambda: book.vit(images))
+
+
+def evaluation(quick: bool) -> list[dict[str, Any]]:
+    """A 10-task stream: after each task all test images so far, in one batch a task."""
+    rows = []
+    for name, size, repetitions in (("ViT-B/16", 4, 1), ("ViT-S/16", 8, 3), ("pocket", 100, 3)):
+        if quick and name == "ViT-B/16":
+            continue
+        method = in_task(name, 10, 100, 10)
+        book = TextbookCoda(method)
+        method.end_task()
+        method.eval()
+        tests = [batch_for(name, size, method)[0] + 0.01 * task for task in range(10)]
+
+        @torch.no_grad()
+        def textbook(book: TextbookCoda = book, tests: list[Tensor] = tests) -> None:
+            for after in range(10):
+                for images in tests[: after + 1]:
+                    book.logits(images)
+
+        @torch.no_grad()
+        def product(method: CodaPrompt = method, tests: list[Tensor] = tests) -> None:
+            known: dict[int, Tensor] = {}
+            for after in range(10):
+                for task, images in enumerate(tests[: after + 1]):
+                    seen: Any = images
+                    if task not in known:
+                        seen = method.opened(images)
+                        known[task] = method.queries(seen)
+                    method.logits(seen, known[task])
+
+        seconds = interleaved({"textbook": textbook, "product": product}, repetitions)
+        counts = multiply_adds(textbook) / multiply_adds(product)
+        rows.append(
+            {
+                "backbone": name,
+                "images a task": size,
+                "textbook": seconds["textbook"],
+                "product": seconds["product"],
+                "times faster": seconds["textbook"] / seconds["product"],
+                "counted": counts,
+            }
+        )
+    return rows
+
+
+def weight_steps(batch: int = 128, components: int = 1000, width: int = 768) -> dict[str, Step]:
+    """Weights and prompts of one block alone, as a step with new components computes them."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, width, generator=generator)
+    keys, attention = torch.randn(2, 1, components, width, generator=generator)
+    values = torch.randn(1, components, 8 * width, generator=generator)
+
+    def einsum() -> Tensor:
+        attended = F.normalize(torch.einsum("bd,md->bmd", query, attention[0]), dim=2)
+        weights = torch.einsum("bmd,md->bm", attended, F.normalize(keys[0], dim=1))
+        return torch.einsum("bm,mv->bv", weights, values[0])
+
+    held = folded(keys, attention)
+
+    def product() -> Tensor:
+        return (component_weights(query, held) @ values)[0]
+
+    torch.testing.assert_close(einsum(), product(), rtol=1e-4, atol=1e-4)
+    return {"einsum": einsum, "product": product}
+
+
+def components_alone(_: bool) -> list[dict[str, Any]]:
+    seconds = interleaved(weight_steps(), 20)
+    memory = {variant: memory_apart("weights", variant) for variant in seconds}
+    return [
+        {
+            "batch": 128,
+            "components": 1000,
+            "times faster": seconds["einsum"] / seconds["product"],
+            "einsum ms": 1e3 * seconds["einsum"],
+            "product ms": 1e3 * seconds["product"],
+            "einsum MiB": memory["einsum"],
+            "product MiB": memory["product"],
+            "times less memory": memory["einsum"] / max(memory["product"], 0.5),
+        }
+    ]
+
+
+def _step_with(name: str, size: int, components: int) -> Step:
+    method = in_task(name, 2, components, 10)
+    return product_step(method, *batch_for(name, size, method), cached=True)
+
+
+def growth(quick: bool) -> list[dict[str, Any]]:
+    """A training step against the number of components learned before."""
+    rows = []
+    for name, size, counts in (
+        ("ViT-B/16", 16, (100, 5000)),
+        ("pocket", 16, (20, 100, 1000, 5000)),
+    ):
+        if quick and name == "ViT-B/16":
+            continue
+        steps = {str(count): _step_with(name, size, count) for count in counts}
+        seconds = interleaved(steps, 5 if name != "pocket" else 40)
+        for count in counts:
+            rows.append(
+                {
+                    "backbone": name,
+                    "components": count,
+                    "seconds": seconds[str(count)],
+                    "MiB": memory_apart("components", name, str(size), str(count)),
+                    "to 100": seconds[str(count)] / seconds["100"],
+                }
+            )
+    return rows
+
+
+def profile(quick: bool) -> list[dict[str, Any]]:
+    """Where a step's time goes, and the time its matrix products would take by themselves."""
+    rows = []
+    products = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution")
+    attention = ("aten::_scaled_dot_product_flash_attention",)
+    for name, size in (("ViT-B/16", 16), ("pocket", 16)):
+        if quick and name == "ViT-B/16":
+            continue
+        method = in_task(name, 5, 50, 10)
+        step = product_step(method, *batch_for(name, size, method), cached=True)
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+            step()
+        events = {event.key: event.self_cpu_time_total for event in found.key_averages()}
+        total = sum(events.values())
+        shares = {
+            "matrix products %": _share(events, products, total),
+            "attention %": _share(events, attention, total, prefix=True),
+            "gelu %": _share(events, ("aten::gelu",), total, prefix=True),
+            "layer norm %": _share(events, ("aten::native_layer_norm",), total, prefix=True),
+        }
+        seconds = interleaved({"step": step}, 3)["step"]
+        ideal = _gemm_seconds(name, size) * multiply_adds(step) / multiply_adds(_gemms(name, size))
+        rest = 100 - sum(shares.values())
+        rows.append({"backbone": name, **shares, "rest %": rest, "step / ideal": seconds / ideal})
+    return rows
+
+
+def _share(
+    events: dict[str, float], keys: tuple[str, ...], total: float, prefix: bool = False
+) -> float:
+    own = [
+        value for key, value in events.items() if (key.startswith(keys) if prefix else key in keys)
+    ]
+    return 100 * sum(own) / total
+
+
+def _gemms(name: str, size: int) -> Step:
+    """The four products of a block with tensors of its shapes."""
+    config = VITS[name]
+    tokens, width, hidden = config.grid**2 + 1, config.width, config.mlp_width
+    layers = [nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, hidden)]
+    inputs = torch.randn(size * tokens, width)
+    wide, down = torch.randn(size * tokens, hidden), nn.Linear(hidden, width)
+
+    @torch.no_grad()
+    def run() -> None:
+        for layer in layers:
+            layer(inputs)
+        down(wide)
+
+    return run
+
+
+def _gemm_seconds(name: str, size: int) -> float:
+    return interleaved({"gemm": _gemms(name, size)}, 10)["gemm"]
+
+
+PARTS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
+    "training": training,
+    "evaluation": evaluation,
+    "components": components_alone,
+    "growth": growth,
+    "profile": profile,
+}
+
+
+def machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/speed.json"))
+    parser.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    console = Console(width=120)
+    if options.memory:
+        console.print(one_memory(options.memory[0], options.memory[1:]))
+        return
+    found: dict[str, Any] = {"machine": machine()}
+    if options.out.exists():  # parts that are not measured now stay
+        found = {**json.loads(options.out.read_text("utf-8")), **found}
+    console.print(found["machine"])
+    for part in options.only.split(","):
+        rows = found[part] = PARTS[part](options.quick)
+        table = Table(*rows[0], title=part, show_lines=False)
+        for row in rows:
+            table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+        console.print(table)
+        write_atomically(options.out, json.dumps(found, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What the n-th task of a long life costs: classes of pocket taught one at a time.
+
+    python benchmarks/tasks.py [--tasks 500] [--out FILE]
+
+A class here is a class of pocket in one of its ten styles (1,000 in all, about 8 drawings to learn
+and 2 to test each). At some tasks the whole command `coda learn MODEL FOLDER` is timed too, with
+start-up, loading and saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from coda_prompt import ContinualClassifier
+from coda_prompt.data.pocket import pocket_source
+from coda_prompt.files import write_atomically
+
+METHODS = ("ncm", "coda-p", "ranpac")
+FEWEST = 4
+"""Drawings a class must have to be taught."""
+COMMAND = (sys.executable, "-c", "from coda_prompt.cli import main; main()")
+
+
+def classes() -> list[tuple[str, Any, Any]]:
+    """Name, drawings to learn and drawings to test, in a fixed random order."""
+    source = pocket_source()
+    train: Any = source.train
+    test: Any = source.test
+    found = []
+    for label, name in enumerate(source.class_names):
+        for style in range(10):
+            own = [
+                split.images[(split.labels == label) & (split.domains == style)]
+                for split in (train, test)
+            ]
+            if len(own[0]) >= FEWEST and len(own[1]):
+                found.append((f"{name} {style}", *own))
+    order = np.random.default_rng(0).permutation(len(found))
+    return [found[place] for place in order]
+
+
+def command_seconds(classifier: ContinualClassifier, name: str, images: Any) -> float:
+    """The median of three `coda learn` of one more class on this model."""
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        model, data = Path(folder) / "model", Path(folder) / "data"
+        (data / name).mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(data / name / f"{number}.png")
+        classifier.save(model)
+        for attempt in range(3):
+            own = Path(folder) / str(attempt)
+            shutil.copytree(model, own)
+            started = time.perf_counter()
+            subprocess.run(
+                [*COMMAND, "learn", str(own), str(data)], check=True, capture_output=True
+            )
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def lived(method: str, tasks: int) -> list[dict[str, Any]]:
+    """Rows at some of the tasks."""
+    taught = classes()[: tasks + 1]
+    classifier = ContinualClassifier(method=method)
+    rows, times = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, images, _) in enumerate(taught[:-1], 1):
+            started = time.perf_counter()
+            classifier.learn(images, [name] * len(images), validation=0)
+            classifier.save(folder)
+            times.append(time.perf_counter() - started)
+            if number in (10, 100, 500, 1000) or number == tasks:
+                tests = [(image, known) for known, _, own in taught[:number] for image in own]
+                score = classifier.score(
+                    np.stack([image for image, _ in tests]), [known for _, known in tests]
+                )
+                rows.append(
+                    {
+                        "method": method,
+                        "task": number,
+                        "learn and save s": statistics.median(times[-9:]),
+                        "coda learn s": command_seconds(classifier, *taught[number][:2]),
+                        "model MB": (Path(folder) / "model.safetensors").stat().st_size / 1e6,
+                        "accuracy %": 100 * score,
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tasks", type=int, default=500)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/tasks.json"))
+    options = parser.parse_args()
+    rows = [row for method in METHODS for row in lived(method, options.tasks)]
+    for row in rows:
+        early = next(r for r in rows if r["method"] == row["method"] and r["task"] == 10)
+        row["to task 10"] = row["coda learn s"] / early["coda learn s"]
+    table = Table(*rows[0], title="One class at a time")
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=120).print(table)
+    write_atomically(options.out, json.dumps(rows, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The textbook that speed is measured against: the same results, and its cost counted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small import tiny_vit
+from torch.testing import assert_close
+
+from coda_prompt import methods
+from coda_prompt.methods import TaskBrief
+from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.model.vit import ViT
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import speed
+from textbook import TextbookCoda
+
+
+def tiny_in_task(tasks: int) -> CodaPrompt:
+    """After some tasks whose components are no longer orthonormal, at the start of one more."""
+    method = methods.make("coda-p", tiny_vit(), components_per_task=3)
+    assert isinstance(method, CodaPrompt)
+    for task in range(tasks):
+        rows = (2 * task, 2 * task + 1)
+        method.begin_task(TaskBrief(task, 0, rows, torch.tensor(rows)))
+        for kind in method.kinds:
+            getattr(method, f"new_{kind}").data *= 1.5
+        if task < tasks - 1:
+            method.end_task()
+    return method
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_loss_and_gradients_of_the_textbook_are_the_products(tasks: int) -> None:
+    method = tiny_in_task(tasks)
+    book = TextbookCoda(method)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(5, 1, 16, 16, generator=generator)
+    labels = torch.randint(2 * tasks - 2, 2 * tasks, (5,), generator=generator)
+    queries = method.queries(images)
+    for seen, known in ((method.opened(images), None), (images, queries)):
+        method.zero_grad()
+        book.zero_grad()
+        own = method.loss(seen, labels, method.queries(seen) if known is None else known)
+        own.mean.mean().backward()
+        expected = book.loss(images, labels)
+        expected.backward()
+        assert_close(own.mean.mean(), expected, atol=1e-6, rtol=1e-5)
+        for kind in method.kinds:
+            mine, theirs = getattr(method, f"new_{kind}").grad, book.parts[f"new_{kind}"].grad
+            assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
+        assert method.head.open_weight is not None
+        first = 2 * tasks - 2
+        assert_close(
+            method.head.open_weight.grad, book.head_weight.grad[first:], atol=1e-6, rtol=1e-4
+        )
+
+
+def test_the_textbook_costs_four_passes_and_the_product_less() -> None:
+    """In multiply-adds of a step of ViT-B/16, counted on the meta device."""
+    with torch.device("meta"):
+        method = methods.make("coda-p", ViT(speed.VITS["ViT-B/16"]), components_per_task=10)
+        assert isinstance(method, CodaPrompt)
+        for name in ("task_sizes", "component_sizes"):
+            setattr(method, name, torch.zeros(0, dtype=torch.int64, device="cpu"))
+        rows = tuple(range(20))
+        method.begin_task(TaskBrief(0, 0, rows, torch.tensor(rows)))
+        book = TextbookCoda(method)
+        images = torch.zeros(2, 3, 224, 224)
+        labels = torch.zeros(2, dtype=torch.int64)
+        forward = speed.multiply_adds(lambda: book.vit(images))
+        textbook = speed.multiply_adds(speed.textbook_step(book, images, labels))
+        exact = speed.multiply_adds(speed.product_step(method, images, labels, cached=False))
+        cached = speed.multiply_adds(speed.product_step(method, images, labels, cached=True))
+    assert textbook / forward == pytest.approx(4, rel=0.05)
+    assert exact / forward < 2.9
+    assert cached / forward < 1.95
