@@ -459,7 +459,7 @@ def test_whatever_stops_a_task_leaves_the_method_as_it_was(name: str, error: Bas
         def fingerprint(self) -> str:
             return ""
 
-        def image(self, index: int) -> Any:
+        def image(self, index: int, shortest: int | None = None) -> Any:
             if index == second.train.indices[-1]:
                 raise error
             return second.train.split.image(index)

@@ -20,10 +20,18 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from coda_prompt.data import images
-from coda_prompt.data.images import Augmentation, as_channels, crop_box, open_image, view_generator
+from coda_prompt.data.images import (
+    Augmentation,
+    as_channels,
+    crop_box,
+    open_image,
+    sufficient,
+    view_generator,
+)
 from coda_prompt.errors import BadImage, BadOption, UnknownName
 from coda_prompt.pixels import Pixels
 
+PHOTOGRAPH = Pixels(224, 3, (0.5,) * 3, (0.5,) * 3)
 PLAIN_GREY = Pixels(4, 1, (0.0,), (1.0,), "bilinear")
 PLAIN_RGB = Pixels(4, 3, (0.0,) * 3, (1.0,) * 3, "bilinear")
 WHOLE = Augmentation(scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0)
@@ -533,3 +541,33 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         images.test_view(image, Pixels(4, 1, (0.0,), (1.0,), "bicubik"))
     with pytest.raises(UnknownName, match="'squash'"):
         images.test_view(image, PLAIN_GREY, "squosh")  # type: ignore[arg-type]
+
+
+def test_a_large_jpeg_is_decoded_no_larger_than_needed(tmp_path: Path) -> None:
+    """At a half, a quarter or an eighth, never below what is asked for, and it looks the same."""
+    small = np.random.default_rng(0).integers(0, 255, (12, 16, 3), np.uint8)
+    photograph = Image.fromarray(small).resize((2400, 1800), Image.Resampling.BICUBIC)
+    photograph.save(tmp_path / "large.jpg", quality=95)
+    photograph.save(tmp_path / "large.png")
+    sizes = {
+        shortest: open_image(tmp_path / "large.jpg", shortest).size
+        for shortest in (100, 300, 512, 900, 901, 5000)
+    }
+    expected = [(300, 225), (600, 450), (1200, 900), (1200, 900), (2400, 1800), (2400, 1800)]
+    assert list(sizes.values()) == expected
+    assert open_image(tmp_path / "large.png", 100).size == (2400, 1800)
+    assert sufficient(PHOTOGRAPH, None) == 512
+    assert sufficient(PHOTOGRAPH, Augmentation()) == 792
+    whole = images.test_view(open_image(tmp_path / "large.jpg"), PHOTOGRAPH)
+    reduced = images.test_view(
+        open_image(tmp_path / "large.jpg", sufficient(PHOTOGRAPH, None)), PHOTOGRAPH
+    )
+    assert float((whole - reduced).abs().max()) < 0.05, "of a range of about 4"
+
+
+def test_a_small_jpeg_is_decoded_whole(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (375, 500, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "small.jpg")
+    for augmentation in (None, Augmentation()):
+        found = open_image(tmp_path / "small.jpg", sufficient(PHOTOGRAPH, augmentation))
+        assert found.tobytes() == open_image(tmp_path / "small.jpg").tobytes()

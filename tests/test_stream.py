@@ -55,7 +55,7 @@ def pixel_values(samples: Samples) -> list[int]:
 
 
 class Unreadable(ArraySplit):
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
         raise AssertionError("an image was read")
 
 

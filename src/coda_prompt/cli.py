@@ -6,7 +6,7 @@ import errno
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -38,6 +38,17 @@ Data = Annotated[
 ]
 Set = Annotated[list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time, each with a share of the threads.")]
+QueryMode = Literal["exact", "cached"]
+Queries = Annotated[
+    Literal["exact", "cached", "one-stage"] | None,
+    typer.Option(
+        help="Of each view, of the plain image once, or from the prompted pass's first blocks; "
+        "without: the preset's."
+    ),
+]
+Views = Annotated[
+    int | None, typer.Option(min=1, help="Augmented views an image has; without: ever new ones.")
+]
 TensorBoard = Annotated[bool, typer.Option(help="Write TensorBoard files to the run folders, too.")]
 DryRun = Annotated[bool, typer.Option(help="Print the resolved runs and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -125,6 +136,8 @@ def bench(
     validation: Annotated[
         bool, typer.Option(help="Test on a fifth of the training images instead.")
     ] = False,
+    queries: Queries = None,
+    views: Views = None,
     tensorboard: TensorBoard = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -138,6 +151,12 @@ def bench(
     overrides = _overrides(data, override, trials)
     if validation:
         overrides.append((("stream", "validation"), True))
+    if views is not None:
+        overrides.append((("training", "views"), views))
+    if queries == "one-stage":
+        overrides.append((("one_stage",), True))
+    elif queries is not None:
+        overrides.append((("training", "queries"), queries))
     manner = command.Manner(out, jobs, tensorboard, dry_run, as_json)
     command.bench(benchmark, methods, overrides, manner)
 
@@ -205,6 +224,9 @@ def learn(
     ] = None,
     method: Annotated[str | None, typer.Option(help="For a new model; see `coda methods`.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the images.")] = None,
+    queries: Annotated[
+        QueryMode | None, typer.Option(help="Of each view of an image, or of the plain image once.")
+    ] = None,
     val: Annotated[
         float, typer.Option(min=0, max=0.9, help="Share of each class held out to measure.")
     ] = 0.2,
@@ -223,7 +245,7 @@ def learn(
 
     command.learn(
         model, folder, backbone=backbone, method=method, device=device, epochs=epochs,
-        validation=val, watch=watch, skip_bad=skip_bad, as_json=as_json,
+        queries=queries, validation=val, watch=watch, skip_bad=skip_bad, as_json=as_json,
     )  # fmt: skip
 
 

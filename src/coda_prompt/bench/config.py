@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
-from coda_prompt.methods.base import MethodConfig
+from coda_prompt.methods.base import MethodConfig, PromptConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
 from coda_prompt.training.settings import Training
@@ -77,6 +77,9 @@ class Benchmark(Section):
     first_seed: int = Field(default=0, ge=0)
     protocol: Protocol | None = None
     """Whose word counts where paper and released code differ; None: the library's defaults."""
+    one_stage: bool = False
+    """Queries from the first blocks of the prompted pass itself, which has its prompts one block
+    later then (prompt methods' option `query`)."""
     training: dict[str, Any] = {}
     """Fields of `Training` for every method; a method's own section goes before it."""
     demo: tuple[str, ...] = ()
@@ -94,6 +97,11 @@ class Benchmark(Section):
             options.setdefault("tasks", self.stream.tasks)
         if issubclass(entry.type.Config, CodaConfig) and self.protocol is not None:
             options.setdefault("preset", self.protocol)
+        if issubclass(entry.type.Config, PromptConfig) and self.one_stage:
+            usual = asdict(make_config(entry.type.Config, name, dict(entry.options)))
+            for field in (field for field in usual if field.endswith("blocks")):
+                options.setdefault(field, tuple(block + 1 for block in usual[field]))
+            options.setdefault("query", "early")
         return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:
@@ -112,7 +120,13 @@ class Benchmark(Section):
             sections[name] = MethodSection(
                 method=self.method_of(name), options=options, training=training
             )
-        said = {"methods": sections, "training": {}, "protocol": None, "demo": ()}
+        said = {
+            "methods": sections,
+            "training": {},
+            "protocol": None,
+            "one_stage": False,
+            "demo": (),
+        }
         return self.model_copy(update=said)
 
 

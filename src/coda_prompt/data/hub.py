@@ -27,9 +27,11 @@ class HubSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
         try:
             image: Image.Image = self.rows[index][self.image_column]
+            if shortest is not None:
+                image.draft(None, (shortest, shortest))
             image.load()
         except (OSError, SyntaxError, ValueError) as problem:
             raise BadImage(f"{self.name}[{index}]", f"cannot be decoded ({problem})") from problem

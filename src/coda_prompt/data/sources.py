@@ -31,7 +31,9 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def image(self, index: int) -> Image.Image: ...
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+        """`shortest`: how long the shorter side has to be; a smaller image may come then."""
+        ...
 
     def fingerprint(self) -> str: ...
 
@@ -58,7 +60,7 @@ class ArraySplit:
     def __len__(self) -> int:
         return len(self.images)
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
         return Image.fromarray(self.images[index])
 
     def fingerprint(self) -> str:
@@ -87,8 +89,8 @@ class FileSplit:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def image(self, index: int) -> Image.Image:
-        return open_image(self.paths[index])
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+        return open_image(self.paths[index], shortest)
 
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and labels; their bytes are not read."""

@@ -29,8 +29,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def image(self, position: int) -> Image.Image:
-        return self.split.image(int(self.indices[position]))
+    def image(self, position: int, shortest: int | None = None) -> Image.Image:
+        return self.split.image(int(self.indices[position]), shortest)
 
     @property
     def domains(self) -> Integers | None:
@@ -80,9 +80,9 @@ class _JoinedSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return self.splits[number].image(index - int(self.starts[number]))
+        return self.splits[number].image(index - int(self.starts[number]), shortest)
 
     def fingerprint(self) -> str:
         return "+".join(split.fingerprint() for split in self.splits)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coda_prompt import __version__, methods
-from coda_prompt.data.images import Augmentation
+from coda_prompt.data.images import Augmentation, sufficient
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import BadOption, CorruptFile, NothingToUndo, NotTaught, WrongBackbone
@@ -38,6 +38,7 @@ from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
+from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event, Training
 from coda_prompt.training.snapshot import Snapshot
 
@@ -106,6 +107,11 @@ class ContinualClassifier:
         return [task.model_dump() for task in self._tasks]
 
     @property
+    def shortest_side(self) -> int:
+        """Pixels an image to be classified needs; a larger one is not seen more exactly."""
+        return sufficient(self._backbone.pixels, None)
+
+    @property
     def temperature(self) -> float:
         """What scores are divided by before they become probabilities."""
         return self._merged(self._tasks)
@@ -125,6 +131,7 @@ class ContinualClassifier:
         watch: Any = None,
         skip_bad: bool = False,
         epochs: int | None = None,
+        queries: QueryMode | None = None,
         on_event: OnEvent | None = None,
         on_start: Callable[[Labelled, list[str]], None] | None = None,
     ) -> Learned:
@@ -133,7 +140,8 @@ class ContinualClassifier:
         `data` is a folder of class folders, `hub:owner/name`, a dataset of (image, label) pairs, or
         with `labels` paths, PIL images or arrays. `validation` is the share of each class held out
         to measure and to calibrate. `watch` are labelled images of classes known before, tested
-        before and after: what the task made the model forget. `epochs` is for this task alone.
+        before and after: what the task made the model forget. `epochs` and `queries` are for this
+        task alone.
 
         Where this fails or is interrupted, the classifier is as it was.
         """
@@ -154,7 +162,9 @@ class ContinualClassifier:
         new = [name for name in images.names if name not in known]
         task = self._task(images, [*known, *new], validation)
         try:
-            self._engine(on_event, self._training_of(epochs)).learn(self._method, task)
+            self._engine(on_event, self._training_of(epochs=epochs, queries=queries)).learn(
+                self._method, task
+            )
             record = self._record(images, new, len(task.test))
             self._tasks = [*records, record]
             if len(task.test):
@@ -324,11 +334,10 @@ class ContinualClassifier:
 
     # -- a task
 
-    def _training_of(self, epochs: int | None) -> Training:
-        if epochs is None:
-            return self._training
+    def _training_of(self, **given: Any) -> Training:
+        changes = {name: value for name, value in given.items() if value is not None}
         held = dataclasses.asdict(self._training)
-        return make_config(Training, "the training", {**held, "epochs": epochs})
+        return make_config(Training, "the training", {**held, **changes})
 
     def _record(self, images: Labelled, new: list[str], held_out: int) -> TaskRecord:
         """Of the task just learned, but for what is measured."""

@@ -20,6 +20,7 @@ from coda_prompt.learner.card import card_of, percent
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.inputs import Labelled, image_paths
 from coda_prompt.learner.results import Learned
+from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
 
 UNKNOWN = "unknown"
@@ -35,6 +36,7 @@ def learn(
     method: str | None,
     device: str,
     epochs: int | None,
+    queries: QueryMode | None,
     validation: float,
     watch: Path | None,
     skip_bad: bool,
@@ -70,6 +72,7 @@ def learn(
                 watch=watch,
                 skip_bad=skip_bad,
                 epochs=epochs,
+                queries=queries,
                 on_event=going.on_event,
                 on_start=tell_start,
             )
@@ -226,7 +229,7 @@ def _predictions(
     classes = classifier.classes_
     with Going(messages()) as going:
         for start in range(0, len(paths), AT_ONCE):
-            images, names, bad = _opened(paths[start : start + AT_ONCE])
+            images, names, bad = _opened(paths[start : start + AT_ONCE], classifier.shortest_side)
             if bad and not skip_bad:
                 raise BadImages(bad)
             for problem in bad:
@@ -242,11 +245,11 @@ def _predictions(
             going.on_event(Event("pass", 0, 0, step=done, steps=len(paths)))
 
 
-def _opened(paths: Sequence[str]) -> tuple[list[Any], list[str], list[BadImage]]:
+def _opened(paths: Sequence[str], shortest: int) -> tuple[list[Any], list[str], list[BadImage]]:
     images, names, bad = [], [], []
     for path in paths:
         try:
-            images.append(open_image(path))
+            images.append(open_image(path, shortest))
             names.append(printable(path))
         except BadImage as problem:
             bad.append(problem)

@@ -41,7 +41,7 @@ class MemorySplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
         held = self.images[index]
         return as_image(held[0] if isinstance(held, tuple | list) else held)
 

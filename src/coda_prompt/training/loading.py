@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from coda_prompt.data.images import Augmentation, test_view, training_view, view_generator
+from coda_prompt.data.images import (
+    Augmentation,
+    sufficient,
+    test_view,
+    training_view,
+    view_generator,
+)
 from coda_prompt.data.stream import Samples
 from coda_prompt.pixels import Pixels
 from coda_prompt.seeding import keyed_generator
@@ -63,6 +69,7 @@ class _Views(Dataset[Any]):
     def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
         self.samples, self.views, self.epoch = samples, views, epoch
         self.augmented = epoch is not None and views.augmentation is not None
+        self.shortest = sufficient(views.pixels, views.augmentation if self.augmented else None)
 
     @property
     def view(self) -> int | None:
@@ -74,7 +81,8 @@ class _Views(Dataset[Any]):
         return len(self.samples)
 
     def __getitem__(self, position: int) -> tuple[Tensor, int, int]:
-        image, views, epoch = self.samples.image(position), self.views, self.epoch
+        views, epoch = self.views, self.epoch
+        image = self.samples.image(position, self.shortest)
         if epoch is None or views.augmentation is None:
             view = test_view(image, views.pixels, views.resize)
         else:
