@@ -24,7 +24,8 @@ from small import tiny_vit
 from typer.testing import CliRunner, Result
 
 from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.runner import load_source, runs_of, stream_of
+from coda_prompt.bench.inputs import load_source, stream_of
+from coda_prompt.bench.runner import runs_of
 from coda_prompt.cli import app
 from coda_prompt.data import opcodes
 from coda_prompt.data.hub import hub_source

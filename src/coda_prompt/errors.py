@@ -248,6 +248,23 @@ class LostWorker(CodaError):
         )
 
 
+class Interrupted(CodaError):
+    """Stopped by Ctrl-C or a polite kill, with everything kept."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("Interrupted. What was done is kept: run the same command to go on.")
+
+
+class RunBusy(CodaError):
+    def __init__(self, folder: object, owner: str) -> None:
+        super().__init__(
+            f"{folder} is being run by another process (pid {owner}). Wait until it has finished, "
+            "or use another folder."
+        )
+
+
 class ChangedRun(CodaError):
     def __init__(self, folder: object, differences: Sequence[str]) -> None:
         super().__init__(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import filelock
+
+LOCK = ".lock"
+OWNER = f"{LOCK}.owner"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -20,6 +27,22 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path, busy: Callable[[Path, str], Exception]) -> Iterator[None]:
+    """One writer at a time. The system frees the lock of a process that died."""
+    lock, owner = filelock.FileLock(folder / LOCK, timeout=0), folder / OWNER
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise busy(folder, owner.read_text("utf-8") if owner.exists() else "?") from None
+    try:
+        write_atomically(owner, f"{os.getpid()}".encode())
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
 
 
 def as_json(value: Any) -> Any:

@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 
-from coda_prompt.bench.runner import Inputs, OnEvent, Run, execute
-from coda_prompt.errors import CodaError, LostWorker
+from coda_prompt.bench.inputs import Inputs
+from coda_prompt.bench.runner import OnEvent, Run, execute
+from coda_prompt.errors import CodaError, Interrupted, LostWorker
+from coda_prompt.stopping import Stop
 from coda_prompt.training.settings import Event
+
+LAST_STEP = 600
+"""Seconds the workers have to finish and keep the step at hand when all is to stop."""
 
 
 def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterator[Run]:
@@ -23,28 +28,42 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
     context = multiprocessing.get_context("spawn")
     waiting: Any = context.Queue()
     told: Any = context.Queue()
+    stopping: Any = context.Event()
     for number in [*range(len(runs)), *[None] * jobs]:
         waiting.put(number)
     threads = max(1, (os.cpu_count() or 1) // jobs)
+    given = (list(runs), waiting, told, threads, stopping)
     workers = [
-        context.Process(target=_work, args=(list(runs), waiting, told, threads), daemon=True)
-        for _ in range(min(jobs, len(runs)))
+        context.Process(target=_work, args=given, daemon=True) for _ in range(min(jobs, len(runs)))
     ]
     for worker in workers:
         worker.start()
+    stop = Stop()
     try:
-        yield from _follow(runs, workers, told, on_event)
+        with stop.heeded():
+            for number, news in _news(workers, told, len(runs), stop):
+                if isinstance(news, Event):
+                    on_event(runs[number], news)
+                elif news is None:
+                    yield runs[number]
+                else:
+                    raise CodaError(news)
+            if stop():
+                stopping.set()
+                for worker in workers:
+                    worker.join(LAST_STEP)
+                raise Interrupted
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
 
 
-def _follow(
-    runs: Sequence[Run], workers: Sequence[BaseProcess], told: Any, on_event: OnEvent
-) -> Iterator[Run]:
-    left = len(runs)
-    while left:
+def _news(
+    workers: Sequence[BaseProcess], told: Any, left: int, stop: Stop
+) -> Iterator[tuple[int, Event | str | None]]:
+    """What the workers tell, until all runs are done or all is to stop."""
+    while left and not stop():
         try:
             number, news = told.get(timeout=1)
         except queue.Empty:
@@ -52,28 +71,26 @@ def _follow(
             if lost:
                 raise LostWorker(lost[0].exitcode) from None
             continue
-        if isinstance(news, Event):
-            on_event(runs[number], news)
-        elif news is None:
-            left -= 1
-            yield runs[number]
-        else:
-            raise CodaError(news)
+        left -= news is None
+        yield number, news
 
 
-def _work(runs: list[Run], waiting: Any, told: Any, threads: int) -> None:
+def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any) -> None:
     """One process: takes runs until there are none left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells its workers to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     inputs = Inputs()
-    while (number := waiting.get()) is not None:
+    while not stopping.is_set() and (number := waiting.get()) is not None:
 
         def tell(run: Run, event: Event, number: int = number) -> None:
             told.put((number, event))
 
         try:
-            execute(runs[number], inputs, tell)
+            execute(runs[number], inputs, tell, stopping.is_set)
+        except Interrupted:
+            told.cancel_join_thread()  # nobody listens any more
+            return
         except (CodaError, OSError) as error:
             told.put((number, str(error)))
             return

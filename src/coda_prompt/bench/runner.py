@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
-import platform
-import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning_fabric import Fabric
 from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 
-from coda_prompt import __version__, methods
+from coda_prompt import methods
 from coda_prompt.bench.config import Benchmark
 from coda_prompt.bench.cost import multiply_adds
-from coda_prompt.data import hub
-from coda_prompt.data.paper import PUBLISHED, published_source
-from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.sources import Source, folder_source
-from coda_prompt.data.stream import Stream, cut
-from coda_prompt.errors import ChangedRun, CorruptFile, MissingData, MissingExtra, UnknownName
-from coda_prompt.files import as_json, write_atomically
+from coda_prompt.bench.inputs import Inputs, stream_of
+from coda_prompt.bench.surroundings import PeakMemory, environment, hashes
+from coda_prompt.data.pocket import STRENGTH
+from coda_prompt.errors import (
+    ChangedRun,
+    CorruptFile,
+    Interrupted,
+    MissingData,
+    MissingExtra,
+    RunBusy,
+)
+from coda_prompt.files import as_json, exclusive, write_atomically
 from coda_prompt.methods import Method
-from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.model.vit import ViT
+from coda_prompt.stopping import Stop
 from coda_prompt.training.engine import Engine
+from coda_prompt.training.keeping import Checkpoint, Keeper
 from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Event, Result
 
 log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT, RESULT, LOG = "config.json", "environment.json", "result.json", "events.jsonl"
+CHECKPOINTS = "checkpoints"
 # Resolved elsewhere in a run's configuration, or without a say in its numbers.
 NOT_IN_A_RUN = {
     "methods", "training", "trials", "first_seed", "demo", "data", "lists", "classes", "protocol",
+    "one_stage",
 }  # fmt: skip
 OnEvent = Callable[["Run", Event], None]
 
@@ -115,63 +117,22 @@ def seeds_of(benchmark: Benchmark) -> range:
 
 def run_in_turn(runs: Sequence[Run], on_event: OnEvent) -> Iterator[Run]:
     """One after another; each is yielded when its result is there."""
-    inputs = Inputs()
-    for run in runs:
-        execute(run, inputs, on_event)
-        yield run
+    inputs, stop = Inputs(), Stop()
+    with stop.heeded():
+        for run in runs:
+            execute(run, inputs, on_event, stop)
+            yield run
+            if stop():
+                raise Interrupted
 
 
-class Inputs:
-    """Data and backbone of the run at hand, kept while the next run needs the same."""
+def execute(
+    run: Run, inputs: Inputs, on_event: OnEvent, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Learn and measure; the result is written when all of it is there.
 
-    def __init__(self) -> None:
-        self._key: object = None
-        self._held: tuple[LoadedBackbone, Source] | None = None
-
-    def of(self, benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
-        """Missing data are told before a backbone is fetched."""
-        deciding = {"source", "data", "lists", "classes", "strength", "backbone"}
-        key = benchmark.model_dump(include=deciding)
-        if self._held is None or key != self._key:
-            source = load_source(benchmark)
-            self._key, self._held = key, (load_backbone(benchmark.backbone), source)
-        return self._held
-
-
-def load_source(benchmark: Benchmark) -> Source:
-    """The benchmark's data, with as many classes as it has to have."""
-    source = _find_source(benchmark)
-    if benchmark.classes not in (None, len(source.class_names)):
-        raise MissingData(
-            benchmark.source,
-            f"it has {len(source.class_names)} classes, but {benchmark.name} is made for "
-            f"{benchmark.classes}",
-            "Look for a part that was not extracted. To run on a part of it on purpose, set "
-            f"classes={len(source.class_names)}.",
-        )
-    return source
-
-
-def _find_source(benchmark: Benchmark) -> Source:
-    name = benchmark.source
-    if name == "pocket":
-        strength = STRENGTH if benchmark.strength is None else benchmark.strength
-        return pocket_source(strength)
-    if name in PUBLISHED:
-        return published_source(name, benchmark.data, benchmark.lists)
-    if name.startswith(hub.PREFIX):
-        return hub.hub_source(name.removeprefix(hub.PREFIX))
-    if Path(name).name == name and not Path(name).exists():
-        raise UnknownName("source or folder", name, ("pocket", *PUBLISHED))
-    return folder_source(name)
-
-
-def stream_of(benchmark: Benchmark, source: Source, seed: int) -> Stream:
-    return cut(source, seed=seed, **benchmark.stream.model_dump())
-
-
-def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
-    """Learn and measure; the result is written when all of it is there."""
+    A run that was stopped goes on, and ends as if it had not been.
+    """
     benchmark = run.benchmark
     backbone, source = inputs.of(benchmark)
     surroundings = environment(backbone, source)
@@ -193,9 +154,28 @@ def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
     training = benchmark.method_training(run.method, run.seed)
     fabric = Fabric(accelerator="auto", devices=1, loggers=_loggers(run))
     memory = PeakMemory()
-    with (run.folder / LOG).open("w", encoding="utf-8") as log:
+    with exclusive(run.folder, RunBusy), (run.folder / LOG).open("a+", encoding="utf-8") as log:
+        result = Result.empty([len(task.test) for task in stream.tasks])
+        clock = time.perf_counter
+        started = clock()
+
+        def notes() -> dict[str, Any]:
+            log.flush()
+            return {
+                **_measured(result),
+                "seconds": clock() - started,
+                "log": log.tell(),
+            }
+
+        identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
+        keeper = Keeper(run.folder / CHECKPOINTS, identity, stop=stop, notes=notes)
+        log.truncate(0 if keeper.found is None else _restored(result, keeper.found))
+        if keeper.found is not None:
+            started -= keeper.found.notes["seconds"]
 
         def tell(event: Event) -> None:
+            if stop() and event.kind in ("task", "pass", "evaluation"):  # between two steps
+                raise Interrupted
             if event.kind == "pass":
                 return
             if event.kind != "step":
@@ -205,26 +185,37 @@ def execute(run: Run, inputs: Inputs, on_event: OnEvent) -> None:
             on_event(run, event)
 
         engine = Engine(views, training, fabric=fabric, on_event=tell)
-        started = time.perf_counter()
-        result = engine.run(method, stream)
-        seconds = time.perf_counter() - started
-    sizes = [len(task.classes) for task in stream.tasks]
-    write_json(
-        run.folder / RESULT,
-        {
-            **_measured(result),
-            "tasks": sizes,
-            "class_names": stream.class_names,
-            "untrained": [
-                stream.class_names[row] for task in stream.tasks for row in task.untrained
-            ],
-            "notes": stream.notes,
-            "parameters": parameters(method, backbone.vit),
-            "multiply_adds": _counted(run, method, sizes),
-            "seconds": seconds,
-            "peak_memory_bytes": memory.peak(),
-        },
+        engine.run(method, stream, keeper=keeper, result=result)
+        seconds = clock() - started
+        sizes = [len(task.classes) for task in stream.tasks]
+        write_json(
+            run.folder / RESULT,
+            {
+                **_measured(result),
+                "tasks": sizes,
+                "class_names": stream.class_names,
+                "untrained": [
+                    stream.class_names[row] for task in stream.tasks for row in task.untrained
+                ],
+                "notes": stream.notes,
+                "learned_sha256": _learned_sha256(method),
+                "parameters": parameters(method, backbone.vit),
+                "multiply_adds": _counted(run, method, sizes),
+                "seconds": seconds,
+                "peak_memory_bytes": memory.peak(),
+            },
+        )
+        keeper.remove()
+
+
+def _restored(result: Result, found: Checkpoint) -> int:
+    """Fill in what had been measured; how much of the log belongs to it comes back."""
+    held = found.notes
+    result.matrix[:], result.own_classes[:] = (
+        np.array(held[name], dtype=float) for name in ("matrix", "own_classes")
     )
+    result.losses[:] = held["losses"]
+    return int(held["log"])
 
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
@@ -240,26 +231,6 @@ def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
         ]
         if changed:
             raise ChangedRun(result.parent, changed)
-
-
-def environment(backbone: LoadedBackbone, source: Source) -> dict[str, Any]:
-    """What else the numbers may depend on."""
-    packages = ("torch", "lightning-fabric", "numpy", "pillow", "safetensors")
-    return {
-        "coda_prompt": __version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in packages},
-        "machine": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "backbone": {
-            "name": backbone.name,
-            "sha256": backbone.sha256,
-            "revision": backbone.revision,
-        },
-        "data": {"name": source.name, "sha256": source.fingerprint(), "notes": source.notes},
-    }
 
 
 def parameters(method: Method, backbone: ViT) -> dict[str, Any]:
@@ -281,27 +252,12 @@ def _counted(run: Run, method: Method, sizes: Sequence[int]) -> dict[str, float]
         return None
 
 
-class PeakMemory:
-    """The most this process has held since this was made: on the device, or else of the host."""
-
-    STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def __init__(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        with contextlib.suppress(OSError):
-            self.RESET.write_text("5")  # Linux: the high-water mark starts anew
-
-    def peak(self) -> int:
-        """In bytes. Where the mark cannot start anew it is that of the process's whole life."""
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
-        with contextlib.suppress(OSError):
-            for line in self.STATUS.read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _learned_sha256(method: Method) -> str:
+    """Equal for runs that ended with the same bits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(method.learned_state().items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _loggers(run: Run) -> list[Logger]:
@@ -344,21 +300,6 @@ def _told(event: Event) -> dict[str, Any]:
 
 def _without_nan(matrix: np.ndarray) -> list[list[float | None]]:
     return [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
-
-
-def _commit() -> str | None:
-    """Of the checkout this package runs from, if it is one."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
-    described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        for command in (tracked, described):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            if done.returncode:
-                return None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def shared_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.engine import Engine
+from coda_prompt.training.keeping import Keeper
 from coda_prompt.training.loading import Views
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event, Training
@@ -132,6 +133,8 @@ class ContinualClassifier:
         skip_bad: bool = False,
         epochs: int | None = None,
         queries: QueryMode | None = None,
+        progress: Path | None = None,
+        stop: Callable[[], bool] = lambda: False,
         on_event: OnEvent | None = None,
         on_start: Callable[[Labelled, list[str]], None] | None = None,
     ) -> Learned:
@@ -141,7 +144,8 @@ class ContinualClassifier:
         with `labels` paths, PIL images or arrays. `validation` is the share of each class held out
         to measure and to calibrate. `watch` are labelled images of classes known before, tested
         before and after: what the task made the model forget. `epochs` and `queries` are for this
-        task alone.
+        task alone. `progress` is a folder in which the training is kept: the same call goes on
+        where one was stopped, by `stop` or by force, and removes it in the end.
 
         Where this fails or is interrupted, the classifier is as it was.
         """
@@ -162,9 +166,12 @@ class ContinualClassifier:
         new = [name for name in images.names if name not in known]
         task = self._task(images, [*known, *new], validation)
         try:
-            self._engine(on_event, self._training_of(epochs=epochs, queries=queries)).learn(
-                self._method, task
-            )
+            training = self._training_of(epochs=epochs, queries=queries)
+            keeper = None
+            if progress is not None:
+                identity = self._identity(images, training, validation)
+                keeper = Keeper(progress, identity, stop=stop)
+            self._engine(on_event, training).learn(self._method, task, keeper=keeper)
             record = self._record(images, new, len(task.test))
             self._tasks = [*records, record]
             if len(task.test):
@@ -175,6 +182,8 @@ class ContinualClassifier:
             before.restore()
             self._tasks = records
             raise
+        if keeper is not None:
+            keeper.remove()
         self._current, self._previous = None, previous
         return Learned(
             tuple(record.new),
@@ -333,6 +342,20 @@ class ContinualClassifier:
         export_onnx(self._method, self._model().description, Path(path))
 
     # -- a task
+
+    def _identity(self, images: Labelled, training: Training, validation: float) -> Any:
+        """Of a task's training: all that decides its bits."""
+        return as_json(
+            {
+                "tasks": self.tasks_,
+                "images": images.split.fingerprint(),
+                "names": images.names,
+                "validation": validation,
+                "training": dataclasses.asdict(training),
+                "method": [self.method_name, dataclasses.asdict(self._method.config)],
+                "backbone": self._fingerprint,
+            }
+        )
 
     def _training_of(self, **given: Any) -> Training:
         changes = {name: value for name, value in given.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import sys
@@ -14,12 +15,13 @@ from rich.progress import TimeRemainingColumn
 
 from coda_prompt.console import Bar, messages, output, print_json, printable, table
 from coda_prompt.data.images import open_image
-from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData, listed
+from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted, MissingData, listed
 from coda_prompt.learner import store
 from coda_prompt.learner.card import card_of, percent
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.inputs import Labelled, image_paths
 from coda_prompt.learner.results import Learned
+from coda_prompt.stopping import Stop
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
 
@@ -43,8 +45,8 @@ def learn(
     as_json: bool,
 ) -> None:
     """Make or continue a model; the folder is replaced in one step when all is learned."""
-    console = messages()
-    with store.writing(model):
+    console, stop = messages(), Stop()
+    with store.writing(model), contextlib.ExitStack() as heeding:
         if (model / store.MODEL).exists():
             classifier = ContinualClassifier.load(model, device=device)
             _refuse_changes(classifier, backbone, method)
@@ -64,6 +66,7 @@ def learn(
             )
             for warning in warnings:
                 console.print(f"warning: {warning}", style="yellow", markup=False)
+            heeding.enter_context(stop.heeded())
 
         with Going(console) as going:
             learned = classifier.learn(
@@ -73,7 +76,9 @@ def learn(
                 skip_bad=skip_bad,
                 epochs=epochs,
                 queries=queries,
-                on_event=going.on_event,
+                progress=model / store.PROGRESS,
+                stop=stop,
+                on_event=lambda event: going.on_event(_unless_stopped(event, stop)),
                 on_start=tell_start,
             )
         classifier.write(model)
@@ -216,6 +221,12 @@ class Going(Bar):
 
     def _show(self, what: str, done: int, total: int) -> None:
         self.bar.update(self._line, description=what, completed=done, total=total)
+
+
+def _unless_stopped(event: Event, stop: Stop) -> Event:
+    if stop() and event.kind in ("task", "pass"):  # within a training the step is finished first
+        raise Interrupted
+    return event
 
 
 def _predictions(

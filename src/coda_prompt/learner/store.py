@@ -6,6 +6,7 @@ the card are copies for people and for the hub.
     model.safetensors      what was learned, never the backbone, and the description
     previous.safetensors   the same before the newest task, for `undo`
     next.safetensors       only while a save is under way; a crash leaves it, and it counts
+    .progress              only while a training is under way; the same command goes on from it
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
-from coda_prompt.files import write_atomically
+from coda_prompt.files import LOCK, OWNER, exclusive, write_atomically
 
 FORMAT = 1
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
-CONFIG, CARD, LOCK = "config.json", "README.md", ".lock"
-OWNER = f"{LOCK}.owner"
+CONFIG, CARD = "config.json", "README.md"
+PROGRESS = ".progress"
+"""The folder of a training that is under way."""
 LARGEST_HEADER = 100 * 2**20
 
 
@@ -168,19 +169,11 @@ def writing(folder: Path) -> Iterator[None]:
     fresh = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
-    lock = filelock.FileLock(folder / LOCK, timeout=0)
-    owner = folder / OWNER
     try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ModelBusy(folder, owner.read_text("utf-8") if owner.exists() else "?") from None
-    try:
-        write_atomically(owner, f"{os.getpid()}".encode())
-        _recover(folder)
-        yield
+        with exclusive(folder, ModelBusy):
+            _recover(folder)
+            yield
     finally:
-        owner.unlink(missing_ok=True)
-        lock.release()
         if fresh and not (folder / MODEL).exists():  # nothing came of it
             (folder / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -201,7 +194,7 @@ def _refuse_foreign(folder: Path) -> None:
         if b'"description"' not in header:
             raise CorruptFile(folder / MODEL, "is not a model of this program")
         return
-    ours = {LOCK, OWNER, NEXT, PREVIOUS}
+    ours = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS}
     others = [entry.name for entry in folder.iterdir() if entry.name not in ours]
     if [name for name in others if not name.endswith(".tmp")]:
         raise MissingData(

@@ -28,6 +28,7 @@ from coda_prompt.errors import (
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.training.keeping import Going, Keeper
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.schedule import learning_rate
@@ -72,22 +73,36 @@ class Engine:
 
     # -- a stream
 
-    def run(self, method: Method, stream: Stream) -> Result:
-        """Learn the stream's tasks in order, and after each measure all learned so far."""
+    def run(
+        self,
+        method: Method,
+        stream: Stream,
+        *,
+        keeper: Keeper | None = None,
+        result: Result | None = None,
+    ) -> Result:
+        """Learn the stream's tasks in order, and after each measure all learned so far.
+
+        Where a keeper found an earlier run, this one goes on with its `result`.
+        """
         _check_classes(stream)
         if method.classes_seen:
             raise BadOption("run", "method", f"{method.name} has learned before; make a new one")
-        count = len(stream.tasks)
-        nowhere = np.full((count, count), np.nan)
-        result = Result(nowhere, nowhere.copy(), [len(task.test) for task in stream.tasks])
-        if method.trains_on == "all":
-            result.losses.append(self.learn(method, _everything(stream.tasks), tasks=1))
-            self._measure(method, stream, count - 1, result)
-            return result
-        for task in stream.tasks:
-            past = stream.tasks[: task.index]
-            result.losses.append(self.learn(method, task, past=past, tasks=count))
-            self._measure(method, stream, task.index, result)
+        result = result or Result.empty([len(task.test) for task in stream.tasks])
+        together = method.trains_on == "all"
+        tasks = [_everything(stream.tasks)] if together else stream.tasks
+        done = 0
+        if keeper is not None and keeper.found is not None:
+            done = keeper.found.task
+            self._place(method)
+            keeper.restore_learned(method)
+        for task in tasks[done:]:
+            past = tasks[: task.index]
+            losses = self.learn(method, task, past=past, tasks=len(tasks), keeper=keeper)
+            result.losses.append(losses)
+            self._measure(method, stream, len(stream.tasks) - 1 if together else task.index, result)
+            if keeper is not None:
+                keeper.after_task(method, task.index)
         return result
 
     def _measure(self, method: Method, stream: Stream, after: int, result: Result) -> None:
@@ -100,9 +115,17 @@ class Engine:
     # -- a task
 
     def learn(
-        self, method: Method, task: Task, *, past: Sequence[Task] = (), tasks: int = 0
+        self,
+        method: Method,
+        task: Task,
+        *,
+        past: Sequence[Task] = (),
+        tasks: int = 0,
+        keeper: Keeper | None = None,
     ) -> list[float]:
         """Learn one task and return the mean loss of each epoch.
+
+        A keeper keeps the training, and this one goes on where that it found had stopped.
 
         Where it cannot be learned to its end (a loss that is not finite, an unreadable image, an
         interrupt), the method is left as it was before.
@@ -127,7 +150,7 @@ class Engine:
             method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
             losses: list[float] = []
             if method.trainable_parameters():
-                losses = self._train(method, task.train, past, index, tasks or index + 1)
+                losses = self._train(method, task.train, past, index, tasks or index + 1, keeper)
             if method.fits:
                 table = self._feature_table(method, task.train)
                 method.fit(table, labels.to(table.device))
@@ -140,7 +163,13 @@ class Engine:
         return losses
 
     def _train(
-        self, method: Method, own: Samples, past: Sequence[Task], index: int, tasks: int
+        self,
+        method: Method,
+        own: Samples,
+        past: Sequence[Task],
+        index: int,
+        tasks: int,
+        keeper: Keeper | None,
     ) -> list[float]:
         training = self.training
         start = training.learning_rate or method.learning_rate
@@ -155,31 +184,37 @@ class Engine:
         for network in method.modules():
             if isinstance(network, ViT):
                 network.recompute = training.recompute
-        losses = []
-        for epoch in range(training.epochs):
+        going = Going() if keeper is None else keeper.restore_training(method, optimizer)
+        for epoch in range(going.epoch, training.epochs):
             rate = learning_rate(training.schedule, start, epoch, training.epochs)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             samples = self._epoch_samples(method, own, past, index, epoch)
             order = self._shuffled(len(samples), index, epoch)
-            shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in order]
+            left = order[going.step :]
+            shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in left]
             key = Epoch(training.seed, index, epoch, training.views)
             loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
-            sum_of_losses = 0.0
-            for step, (batch, whole) in enumerate(zip(loader, order, strict=True)):
+            for step, (batch, whole) in enumerate(zip(loader, left, strict=True), going.step):
                 wrapped.zero_grad()
                 loss = self._backward(method, module, self._on_device(batch), samples, len(whole))
                 if not (math.isfinite(loss) and self._gradients_are_finite(method)):
                     raise NonFiniteLoss(index, epoch, step)
                 wrapped.step()
-                sum_of_losses += loss * len(whole)
+                going.sum_of_losses += loss * len(whole)
+                going.step = step + 1
                 progress = (index, tasks, epoch, training.epochs, step, len(order), loss, rate)
                 self.on_event(Event("step", *progress))
-            losses.append(sum_of_losses / len(samples))
-            done = (index, tasks, epoch, training.epochs, len(order), len(order), losses[-1], rate)
+                if keeper is not None and going.step < len(order):
+                    keeper.after_step(method, optimizer, index, going)
+            mean = going.sum_of_losses / len(samples)
+            going = Going(epoch + 1, 0, [*going.losses, mean])
+            done = (index, tasks, epoch, training.epochs, len(order), len(order), mean, rate)
             self.on_event(Event("epoch", *done))
+            if keeper is not None:
+                keeper.after_step(method, optimizer, index, going)
         method.eval()
-        return losses
+        return going.losses
 
     def _backward(
         self, method: Method, module: _FabricModule, batch: Batch, samples: Samples, whole: int

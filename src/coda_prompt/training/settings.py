@@ -77,3 +77,8 @@ class Result:
     test_images: list[int]
     losses: list[list[float]] = field(default_factory=list)
     """Per task, the mean loss of each epoch."""
+
+    @classmethod
+    def empty(cls, test_images: list[int]) -> Result:
+        shape = (len(test_images), len(test_images))
+        return cls(np.full(shape, np.nan), np.full(shape, np.nan), test_images)

@@ -1,0 +1,313 @@
+"""A training on disk, so that one that was stopped, however, goes on and ends with the same bits.
+
+    checkpoint-000017.json       where it stood and the hash of every file it needs
+    learned-000015.safetensors   what a finished task changed in the learned state
+    training-000017.safetensors  parameters and optimizer in the midst of a task
+
+Files are written under other names, flushed and renamed, the checkpoint last; the last two are
+kept, and the newest that is whole counts. Randomness needs no keeping: it is keyed by seed, task,
+epoch and image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from coda_prompt.errors import CorruptFile, Interrupted
+from coda_prompt.files import write_atomically
+from coda_prompt.methods import Method
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+KEPT = 2
+CHECKPOINT = "checkpoint-{:06}.json"
+LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
+FILE_NAME = r"^(learned|training)-\d{6}\.safetensors$"
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class KeptFile(_Fields):
+    name: str = Field(pattern=FILE_NAME)
+    sha256: str
+    size: int = Field(ge=0)
+
+
+class Checkpoint(_Fields):
+    """Where a training stood: tasks done, and steps done of the one at hand."""
+
+    format: int = Field(ge=FORMAT, le=FORMAT)
+    identity: Any
+    """What the training was told; another one does not go on from here."""
+    task: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    step: int = Field(ge=0)
+    losses: list[float]
+    """Of the epochs done in this task."""
+    sum_of_losses: float
+    """Of the steps done in this epoch."""
+    learned: list[KeptFile]
+    training: KeptFile | None
+    notes: dict[str, Any]
+    """The caller's own, as of then."""
+
+
+@dataclass
+class Going:
+    """A task's training between two steps."""
+
+    epoch: int = 0
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    sum_of_losses: float = 0.0
+
+
+class Keeper:
+    """Keeps one training in a folder; `found` is where an earlier one stopped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Any,
+        *,
+        every: float = 60.0,
+        stop: Callable[[], bool] = lambda: False,
+        notes: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """`every`: seconds between checkpoints within an epoch. `stop`: whether to stop now."""
+        self.folder, self.identity, self.every = folder, identity, every
+        self._stop, self._notes = stop, notes
+        self._learned: list[KeptFile] = []
+        self._prefixes: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Of each tensor that grows, the shape and hash of what is on disk."""
+        self._number = 0
+        self._saved = time.monotonic()
+        self.found = self._newest()
+        if self.found is not None:
+            self._learned = list(self.found.learned)
+
+    # -- going on
+
+    def restore_learned(self, method: Method) -> None:
+        """Put back what the tasks before the one at hand had learned."""
+        state: dict[str, Tensor] = {}
+        for file in self._learned:
+            tensors, appended = _unpacked((self.folder / file.name).read_bytes(), file.name)
+            for name, tensor in tensors.items():
+                axis = method.grows.get(name, 0)
+                state[name] = torch.cat([state[name], tensor], axis) if name in appended else tensor
+        if state:
+            method.load_learned_state(state)
+            self._remember(method, state)
+
+    def restore_training(self, method: Method, optimizer: torch.optim.Optimizer) -> Going:
+        """Put back parameters and optimizer where a task was stopped within."""
+        found, self.found = self.found, None
+        if found is None or found.training is None:
+            return Going()
+        path = self.folder / found.training.name
+        tensors, _ = _unpacked(path.read_bytes(), path.name)
+        parameters = {name: held for name, held in method.named_parameters() if held.requires_grad}
+        state = optimizer.state_dict()
+        for number, (name, parameter) in enumerate(parameters.items()):
+            kept = tensors.pop(f"parameter.{name}", None)
+            if kept is None or kept.shape != parameter.shape:
+                raise CorruptFile(path, f"it does not fit the parameter '{name}'")
+            parameter.data.copy_(kept)
+            start = f"optimizer.{number}."
+            own = {
+                key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)
+            }
+            if own:
+                state["state"][number] = own
+        optimizer.load_state_dict(state)
+        return Going(found.epoch, found.step, list(found.losses), found.sum_of_losses)
+
+    # -- keeping
+
+    def after_task(self, method: Method, task: int) -> None:
+        """A task is done and measured: what it changed in the learned state, and nothing else."""
+        state = {name: held.detach().cpu() for name, held in method.learned_state().items()}
+        changed, appended = {}, []
+        for name, tensor in state.items():
+            before = self._prefixes.get(name)
+            axis = method.grows.get(name)
+            if before is not None and axis is not None:
+                shape, digest = before
+                head = tensor.narrow(axis, 0, min(shape[axis], tensor.shape[axis]))
+                if tuple(head.shape) == shape and _digest(head) == digest:
+                    changed[name] = tensor.narrow(
+                        axis, shape[axis], tensor.shape[axis] - shape[axis]
+                    )
+                    appended.append(name)
+                    continue
+            changed[name] = tensor
+        self._remember(method, state)
+        if 2 * _size(changed) > _size(state):  # little would be saved: the chain starts anew
+            changed, appended, self._learned = state, [], []
+        file = self._write(LEARNED.format(self._number + 1), changed, appended)
+        self._learned = [*self._learned, file]
+        self._write_checkpoint(task + 1, Going(), None)
+
+    def after_step(
+        self, method: Method, optimizer: torch.optim.Optimizer, task: int, going: Going
+    ) -> None:
+        """A step is done: kept where it is time, an epoch ends, or all is to stop."""
+        stop = self._stop()
+        if stop or going.step == 0 or time.monotonic() - self._saved >= self.every:
+            self._keep_training(method, optimizer, task, going)
+        if stop:
+            raise Interrupted
+
+    def remove(self) -> None:
+        """The training is done; nothing of it is needed any more."""
+        for path in self._own_files():
+            path.unlink(missing_ok=True)
+        if self.folder.exists():
+            self.folder.rmdir()
+
+    def _keep_training(
+        self, method: Method, optimizer: torch.optim.Optimizer, task: int, going: Going
+    ) -> None:
+        tensors = {
+            f"parameter.{name}": parameter.detach()
+            for name, parameter in method.named_parameters()
+            if parameter.requires_grad
+        }
+        for number, own in optimizer.state_dict()["state"].items():
+            for key, value in own.items():
+                tensors[f"optimizer.{number}.{key}"] = torch.as_tensor(value)
+        file = self._write(TRAINING.format(self._number + 1), tensors, [])
+        self._write_checkpoint(task, going, file)
+
+    def _remember(self, method: Method, state: Mapping[str, Tensor]) -> None:
+        self._prefixes = {
+            name: (tuple(state[name].shape), _digest(state[name]))
+            for name in method.grows
+            if name in state
+        }
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor], appended: list[str]) -> KeptFile:
+        held = {key: value.cpu().contiguous().clone() for key, value in tensors.items()}
+        content = save(held, {"appended": json.dumps(appended)})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / name, content)
+        return KeptFile(name=name, sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+
+    def _write_checkpoint(self, task: int, going: Going, training: KeptFile | None) -> None:
+        self._number += 1
+        checkpoint = Checkpoint(
+            format=FORMAT,
+            identity=self.identity,
+            task=task,
+            epoch=going.epoch,
+            step=going.step,
+            losses=list(going.losses),
+            sum_of_losses=going.sum_of_losses,
+            learned=self._learned,
+            training=training,
+            notes=self._notes(),
+        )
+        text = checkpoint.model_dump_json()
+        whole = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
+        write_atomically(self.folder / CHECKPOINT.format(self._number), whole.encode())
+        self._saved = time.monotonic()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what no kept checkpoint needs."""
+        newest = sorted(self.folder.glob("checkpoint-*.json"))[-KEPT:]
+        needed = {path.name for path in newest}
+        for path in newest:
+            held = self._read(path)
+            if isinstance(held, Checkpoint):
+                files = [*held.learned, *([held.training] if held.training else [])]
+                needed |= {file.name for file in files}
+        for path in self._own_files():
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+    # -- finding
+
+    def _newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole and of this training."""
+        paths = sorted(self.folder.glob("checkpoint-*.json"), reverse=True)
+        if paths and paths[0].stem.rpartition("-")[2].isdigit():
+            self._number = int(paths[0].stem.rpartition("-")[2])
+        for path in paths:
+            held = self._read(path)
+            problem = held if isinstance(held, str) else self._damage(held)
+            if problem is None and isinstance(held, Checkpoint):
+                if held.identity == self.identity:
+                    return held
+                problem = "it is of another training"
+            log.warning("%s cannot be used (%s): going on from an earlier one", path, problem)
+        return None
+
+    def _read(self, path: Path) -> Checkpoint | str:
+        """The checkpoint, or what is wrong with it."""
+        try:
+            whole = json.loads(path.read_bytes())
+            text = whole["content"]
+            if hashlib.sha256(text.encode()).hexdigest() != whole["sha256"]:
+                return "its content does not fit its hash"
+            return Checkpoint.model_validate_json(text)
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
+            return "it is damaged"
+
+    def _damage(self, checkpoint: Checkpoint) -> str | None:
+        training = [checkpoint.training] if checkpoint.training else []
+        for file in (*checkpoint.learned, *training):
+            path = self.folder / file.name
+            try:
+                if path.stat().st_size != file.size:
+                    return f"{file.name} is cut off"
+                if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
+                    return f"{file.name} is damaged"
+            except OSError as error:
+                return f"{file.name} cannot be read: {error.strerror}"
+        return None
+
+    def _own_files(self) -> list[Path]:
+        kinds = ("checkpoint-*.json", "learned-*.safetensors", "training-*.safetensors", ".*.tmp")
+        return [path for kind in kinds for path in self.folder.glob(kind)]
+
+
+def _unpacked(content: bytes, name: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors, and the names of those that go behind what an earlier file has."""
+    try:
+        tensors = load(content)
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        appended = json.loads(header["__metadata__"]["appended"])
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CorruptFile(name, "is not what a training left") from error
+    return tensors, appended
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    kind = f"{values.dtype}{tuple(values.shape)}".encode()
+    return hashlib.sha256(kind + values.numpy().tobytes()).hexdigest()
