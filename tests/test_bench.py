@@ -253,3 +253,21 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
     while not holds():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.1)
+
+
+def test_training_on_the_command_line_is_for_every_method(tiny: Path) -> None:
+    """Also for one with a value of its own in the file; what is said of one method goes before."""
+    asked = ["training.learning_rate=0.5", "training.epochs=3"]
+    benchmark = load_benchmark(str(tiny), asked)
+    rates = {name: benchmark.method_training(name, 0).learning_rate for name in benchmark.methods}
+    assert rates == {"coda-p": 0.5, "ncm": 0.5, "upper-bound": 0.5}
+    one = "methods.upper-bound.training.learning_rate=0.25"
+    for settings in ([one, *asked], [*asked, one]):
+        training = load_benchmark(str(tiny), settings).method_training("upper-bound", 0)
+        assert (training.learning_rate, training.epochs) == (0.25, 3)
+
+
+def test_an_empty_list_of_methods_is_a_mistake(tiny: Path, tmp_path: Path) -> None:
+    finished = coda("bench", str(tiny), "--methods", "", "--out", str(tmp_path))
+    assert finished.returncode == 2
+    assert "names no method" in finished.stderr

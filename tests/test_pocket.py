@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.data import pocket
+from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.renditions import STYLES, render, style_of
 from coda_prompt.model.catalog import load_backbone
 
@@ -61,15 +63,45 @@ def test_every_drawing_has_one_style_and_all_styles_are_about_as_frequent() -> N
 
 
 def test_the_style_of_a_drawing_is_fixed_by_its_name() -> None:
-    assert [style_of(f"cat/{number}") for number in range(6)] == [
-        style_of(f"cat/{number}") for number in range(6)
-    ]
     assert len({style_of(f"cat/{number}") for number in range(100)}) == len(STYLES)
+    source = pocket_source()
+    domains = np.concatenate([source.train.domains, source.test.domains]).astype("<i8")
+    digest = hashlib.sha256(domains.tobytes()).hexdigest()
+    assert digest == "62ed4218214fc1b4247f03facceffd56559925868fb454864d80af2f04a58cf2"
 
 
-def test_the_benchmark_is_the_same_on_every_machine() -> None:
-    assert pocket_source(0.5).fingerprint() == pocket_source(0.5).fingerprint()
+def test_the_published_benchmark_is_what_it_was() -> None:
+    """The ink of one drawing in each style, but for the rounding of another processor."""
+    assert STRENGTH == 0.25
+    assert list(STYLES) == [
+        "plain", "pale", "noisy", "thick", "hatched", "blurred", "broken", "turned", "wavy",
+        "shaded",
+    ]  # fmt: skip
+    source = pocket_source()
+    eighth = [int(np.flatnonzero(source.train.domains == style)[7]) for style in range(10)]
+    ink = [int(np.asarray(source.train.image(place)).astype(int).sum()) for place in eighth]
+    published = [20494, 34252, 36351, 61414, 17786, 26616, 36953, 29002, 33730, 41425]
+    assert ink == pytest.approx(published, abs=8)
     assert pocket_source(0.5).fingerprint() != pocket_source(0.6).fingerprint()
+
+
+def test_an_asset_that_is_a_pickle_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "pocket-drawings.npz", drawings=np.array([{}]), classes=np.array(["a"]))
+    monkeypatch.setattr(pocket.resources, "files", lambda _: Parent(tmp_path))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        pocket_source()
+
+
+class Parent:
+    """A package whose assets lie in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder
 
 
 @pytest.mark.parametrize("style", list(STYLES))

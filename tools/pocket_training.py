@@ -1,7 +1,7 @@
 """How `pretrain_pocket.py` trains: warped drawings, losses, and a resumable run with a schedule.
 
-The augmentation is geometric only (flip, affine map, elastic displacement), so that the benchmark's
-renditions (contrast, noise, blur, ground, stroke width, quarter turns) stay new to the backbone.
+The augmentation is geometric only (flip, affine map, elastic displacement), so that most of the
+benchmark's renditions (contrast, noise, blur, ground, stroke width, gaps) stay new to the backbone.
 """
 
 from __future__ import annotations

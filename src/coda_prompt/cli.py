@@ -30,7 +30,7 @@ Model = Annotated[Path, typer.Argument(help="The model's folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 SkipBad = Annotated[bool, typer.Option(help="Go on without unreadable files.")]
 Methods = Annotated[
-    str, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
+    str | None, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
 ]
 Out = Annotated[Path, typer.Option(help="Folder of the run folders.")]
 Data = Annotated[
@@ -127,7 +127,7 @@ def bench(
         str,
         typer.Argument(help="A preset, a YAML file, or the benchmark.json a run left behind."),
     ],
-    methods: Methods = "",
+    methods: Methods = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
     out: Out = Path("runs"),
     data: Data = None,
@@ -177,7 +177,7 @@ def sweep(
     benchmark: Annotated[
         str | None, typer.Argument(help="A preset or a YAML file; without: the sweep's own.")
     ] = None,
-    methods: Methods = "",
+    methods: Methods = None,
     values: Annotated[str, typer.Option(help="Comma-separated; for a field, or instead.")] = "",
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
     out: Out = Path("runs"),
@@ -196,7 +196,7 @@ def sweep(
 
     manner = command.Manner(out, jobs, tensorboard, dry_run, as_json)
     overrides = _overrides(data, override, trials)
-    command.sweep(what, benchmark, methods, values, overrides, manner)
+    command.sweep(what, benchmark, methods or "", values, overrides, manner)
 
 
 @app.command(epilog="Example: `coda report runs -o report`")

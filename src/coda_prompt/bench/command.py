@@ -31,7 +31,7 @@ class Manner:
     as_json: bool
 
 
-def bench(name: str, chosen: str, overrides: Sequence[Override], manner: Manner) -> None:
+def bench(name: str, chosen: str | None, overrides: Sequence[Override], manner: Manner) -> None:
     benchmark = load_benchmark(name, overrides)
     names = _methods(benchmark, chosen)
     runs = runs_of(benchmark, names, manner.out)
@@ -108,8 +108,8 @@ def _run_all(
     return [report.read_run(run.folder) for run in runs]
 
 
-def _methods(benchmark: Benchmark, chosen: str) -> list[str]:
-    if not chosen:
+def _methods(benchmark: Benchmark, chosen: str | None) -> list[str]:
+    if chosen is None:
         return list(benchmark.demo or benchmark.methods)
     if chosen == "all":
         return list(benchmark.methods)

@@ -154,7 +154,7 @@ def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Ben
     released = fields.pop("release", {})
     if not isinstance(released, dict):
         raise BadOption(f"benchmark {name_or_path}", "release", "needs fields of a benchmark")
-    settings = [_parsed(override) for override in overrides]
+    settings = _for_all_methods(fields, [_parsed(override) for override in overrides])
     if _overridden(fields, settings).get("protocol") in RELEASES:
         fields = _laid_over(fields, released)
     fields = _overridden(fields, settings)
@@ -167,6 +167,25 @@ def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Ben
         benchmark.method_config(name)
         benchmark.method_training(name, 0)
     return benchmark
+
+
+def _for_all_methods(
+    fields: dict[str, Any], settings: list[tuple[tuple[str, ...], Any]]
+) -> list[tuple[tuple[str, ...], Any]]:
+    """`training.…` from the command line is for every method, also one with its own in the file.
+
+    What the command line says of one method goes before it, in whatever order they come.
+    """
+    methods = fields.get("methods")
+    sections = methods if isinstance(methods, dict) else {}
+    common = [setting for setting in settings if setting[0][0] == "training"]
+    own = [
+        (("methods", name, *path), value)
+        for path, value in common
+        for name, section in sections.items()
+        if isinstance(section, dict) and path[-1] in (section.get("training") or {})
+    ]
+    return [*common, *own, *(setting for setting in settings if setting[0][0] != "training")]
 
 
 def _merged(name_or_path: str) -> dict[str, Any]:

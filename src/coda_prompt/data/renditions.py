@@ -1,7 +1,8 @@
 """Drawings in other styles: the distance between a benchmark and what its backbone has seen.
 
-Each style is a deterministic function of the drawing and of a key, so that a drawing always comes
-out the same. One number, the strength, scales them all: 0 leaves every drawing as it is.
+A set of drawings always comes out the same: which style a drawing has is a hash of its name, and
+the random parts of a style come from one generator in the order of the drawings that have it. One
+number, the strength, scales them all: 0 leaves every drawing as it is.
 """
 
 from __future__ import annotations
