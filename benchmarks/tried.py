@@ -1,0 +1,128 @@
+"""What else was tried to make a step faster, measured against the step as it is.
+
+    python benchmarks/tried.py [--backbone ViT-S/16] [--out FILE]
+
+A step with exact queries, batch 16, all variants taking turns. Quantised and half-precision
+variants change the numbers; how far the queries turn is printed beside the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from speed import VITS, batch_for, in_task, interleaved, machine, product_step
+from torch import Tensor, nn
+
+from coda_prompt.files import write_atomically
+from coda_prompt.methods.coda import CodaPrompt
+
+Step = Callable[[], object]
+
+
+def variants(name: str, size: int) -> dict[str, tuple[Step, Tensor]]:
+    """Steps, and the queries each goes by."""
+    method = in_task(name, 5, 50, 10)
+    images, labels = batch_for(name, size, method)
+    found = {
+        "as it is": (product_step(method, images, labels, cached=False), method.queries(images))
+    }
+
+    recomputing = copy.deepcopy(method)
+    recomputing.backbone.recompute = True
+    step = product_step(recomputing, images, labels, cached=False)
+    found["activations computed again"] = (step, method.queries(images))
+
+    last = copy.deepcopy(method)
+    stem: nn.Module = last.backbone.patch_embed
+    stem.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stored = images.to(memory_format=torch.channels_last)
+    step = product_step(last, stored, labels, cached=False)
+    found["channels-last stem"] = (step, last.queries(stored))
+
+    half = product_step(method, images, labels, cached=False)
+
+    def autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            half()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found["bfloat16 autocast"] = (autocast, method.queries(images).float())
+
+    quantised = _quantised(method)
+    if quantised is not None:
+        found["query pass in int8"] = _with_queries_of(quantised, method, images, labels)
+    compiled = copy.deepcopy(method)
+    for block in compiled.backbone.blocks:
+        block.compile()
+    step = product_step(compiled, images, labels, cached=False)
+    found["torch.compile of the blocks"] = (step, compiled.queries(images))
+    return found
+
+
+def _quantised(method: CodaPrompt) -> nn.Module | None:
+    """The frozen ViT with 8-bit linear layers, where this torch still makes them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.ao.quantization.quantize_dynamic(
+                copy.deepcopy(method.backbone), {nn.Linear}, dtype=torch.qint8
+            )
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _with_queries_of(
+    quantised: nn.Module, method: CodaPrompt, images: Tensor, labels: Tensor
+) -> tuple[Step, Tensor]:
+    """The last block slices its weights, which 8-bit layers do not allow: it stays as it is."""
+    blocks: Any = quantised.blocks
+    blocks[-1] = method.backbone.blocks[-1]
+
+    def step() -> None:
+        method.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            queries = quantised(images)
+        loss = method.loss(images, labels, queries)
+        (loss.mean.mean() + loss.penalty).backward()
+
+    with torch.no_grad():
+        return step, quantised(images)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--backbone", default="ViT-S/16", choices=list(VITS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/tried.json"))
+    options = parser.parse_args()
+    found = variants(options.backbone, options.batch)
+    seconds = interleaved({name: step for name, (step, _) in found.items()}, 5)
+    exact = found["as it is"][1]
+    rows = [
+        {
+            "variant": name,
+            "seconds": seconds[name],
+            "times faster": seconds["as it is"] / seconds[name],
+            "cosine of its queries": float(nn.functional.cosine_similarity(queries, exact).mean()),
+        }
+        for name, (_, queries) in found.items()
+    ]
+    table = Table(*rows[0], title=f"{options.backbone}, batch {options.batch}")
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=120).print(table)
+    content = {"machine": machine(), "backbone": options.backbone, "rows": rows}
+    write_atomically(options.out, json.dumps(content, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()
