@@ -1,0 +1,76 @@
+"""Pictures of docs/performance.md from what speed.py and tasks.py measured.
+
+python benchmarks/pictures.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#999999"
+
+
+def steps(rows: list[dict[str, Any]]) -> None:
+    """Times faster than the textbook, beside what the operations alone would give."""
+    backbones = list(dict.fromkeys(row["backbone"] for row in rows))
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for offset, (variant, colour) in enumerate((("exact", BLUE), ("cached", ORANGE))):
+        own = [row for row in rows if row["step"] == variant]
+        places = [backbones.index(row["backbone"]) + 0.36 * (offset - 0.5) for row in own]
+        bars = axes.bar(
+            places, [row["times faster"] for row in own], 0.32, color=colour,
+            label=f"{variant} queries",
+        )  # fmt: skip
+        axes.bar_label(bars, fmt="%.2f", padding=2)
+        counted = [row["counted"] for row in own]
+        axes.hlines(
+            counted, [place - 0.16 for place in places], [place + 0.16 for place in places],
+            color="black", label="" if offset else "by counted operations",
+        )  # fmt: skip
+    axes.axhline(1, color=GREY, linewidth=1)
+    axes.set_xticks(range(len(backbones)), backbones)
+    axes.set_ylabel("times faster than the textbook step")
+    axes.set_ylim(0, 1.2 * max(max(row["times faster"], row["counted"]) for row in rows))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(DOCS / "performance-steps.png", dpi=150)
+
+
+def growth(components: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> None:
+    """Costs against what was learned before."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for backbone, colour in (("pocket", BLUE), ("ViT-B/16", ORANGE)):
+        own = [row for row in components if row["backbone"] == backbone]
+        counts = [row["components"] for row in own]
+        left.plot(counts, [row["to 100"] for row in own], "o-", color=colour, label=backbone)
+    left.set(xscale="log", xlabel="components learned", ylabel="step, relative to 100 components")
+    for method, colour in (("ncm", GREY), ("coda-p", BLUE), ("ranpac", ORANGE)):
+        lived = [row for row in tasks if row["method"] == method]
+        numbers = [row["task"] for row in lived]
+        right.plot(numbers, [row["to task 10"] for row in lived], "o-", color=colour, label=method)
+    right.set(xscale="log", xlabel="task of one class", ylabel="`coda learn`, relative to task 10")
+    for axes in (left, right):
+        axes.set_ylim(0, None)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.savefig(DOCS / "performance-growth.png", dpi=150)
+
+
+def main() -> None:
+    speed = json.loads((HERE / "speed.json").read_text("utf-8"))
+    tasks = json.loads((HERE / "tasks.json").read_text("utf-8"))
+    steps(speed["training"])
+    growth(speed["growth"], tasks)
+
+
+if __name__ == "__main__":
+    main()
