@@ -143,7 +143,8 @@ class Engine:
             raise WrongRows(index, f"images of rows {strange} are not of its classes {classes}")
         before = Snapshot(method)
         try:
-            self.on_event(Event("task", index, tasks or index + 1))
+            if keeper is None or keeper.found is None or keeper.found.training is None:
+                self.on_event(Event("task", index, tasks or index + 1))
             means = None
             if method.wants_class_means(classes):
                 means = self._class_means(method, task.train, classes)
