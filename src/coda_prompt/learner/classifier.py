@@ -78,9 +78,7 @@ class ContinualClassifier:
             options.setdefault("width", min(LARGEST_PROJECTION, 16 * features))
         self._method = methods.make(method, self._backbone.vit, **options)
         pocket = POCKET_TRAINING if backbone == "pocket" else {}
-        self._training: Training = make_config(
-            Training, "the training", {"queries": "cached", **pocket, **of_training}
-        )
+        self._training: Training = make_config(Training, "the training", {**pocket, **of_training})
         self._views = (
             Views(self._backbone.pixels, POCKET_AUGMENTATION, "squash")
             if backbone == "pocket"
