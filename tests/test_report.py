@@ -20,7 +20,7 @@ from coda_prompt.bench import cost, report, tables
 from coda_prompt.bench.config import load_benchmark, shipped
 from coda_prompt.bench.runner import Run, parameters, runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
-from coda_prompt.errors import BadOption, CodaError, CorruptFile, UnknownName
+from coda_prompt.errors import BadOption, ChangedRun, CodaError, CorruptFile, UnknownName
 from coda_prompt.methods import METHODS
 from coda_prompt.model.vit import ViT, ViTConfig
 
@@ -426,3 +426,102 @@ def test_tensorboard_files_are_written_where_asked(tiny: Path, tmp_path: Path) -
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(
         [value for task in result["losses"] for value in task], rel=1e-5
     )
+
+
+def test_rows_are_what_the_matrices_say(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
+    """Worked out again, without the program's own functions."""
+    out, told = tiny_runs
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in sorted(out.rglob("result.json")):
+        result = json.loads(path.read_text())
+        matrix, own = result["matrix"], result["own_classes"]
+        last = len(matrix) - 1
+        values = found.setdefault(path.parent.parent.name, {"A_N": [], "own": [], "F_max": []})
+        values["A_N"].append(100 * sum(matrix[last]) / len(matrix))
+        values["own"].append(100 * sum(own[last]) / len(own))
+        if matrix[0][0] is not None:
+            lost = [
+                max(matrix[t][j] for t in range(j, last)) - matrix[last][j] for j in range(last)
+            ]
+            values["F_max"].append(100 * sum(lost) / last)
+    for row in told["rows"]:
+        values = found[row["method"]]
+        assert row["A_N"]["mean"] == pytest.approx(sum(values["A_N"]) / 2)
+        assert row["own_classes"]["mean"] == pytest.approx(sum(values["own"]) / 2)
+        if values["F_max"]:
+            assert row["F_max"]["mean"] == pytest.approx(sum(values["F_max"]) / 2)
+        if row["method"] != "coda-p":
+            pairs = zip(values["A_N"], found["coda-p"]["A_N"], strict=True)
+            assert row["difference"]["mean"] == pytest.approx(sum(a - b for a, b in pairs) / 2)
+    differences = [row["difference"]["mean"] for row in told["rows"] if row["difference"]]
+    assert any(differences), "the sign matters"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda result: result["matrix"].pop(), "is not a run folder"),
+        (lambda result: result["matrix"][2].__setitem__(0, 7.5), "is not a run folder"),
+    ],
+)
+def test_a_strange_result_is_refused(
+    change: Any, words: str, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_runs[0], tmp_path / "runs")
+    path = tmp_path / "runs" / "tiny" / "coda-p" / "trial-1" / "result.json"
+    result = json.loads(path.read_text())
+    change(result)
+    path.write_text(json.dumps(result))
+    with pytest.raises(CodaError, match=words):
+        report.read_runs(tmp_path / "runs")
+
+
+def test_a_trial_that_is_there_twice_is_refused(
+    tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_runs[0], tmp_path / "runs")
+    trial = tmp_path / "runs" / "tiny" / "coda-p" / "trial-1"
+    shutil.copytree(trial, trial.with_name("trial-1 (copy)"))
+    with pytest.raises(ChangedRun, match="twice"):
+        report.rows(report.read_runs(tmp_path / "runs"))
+
+
+def test_published_numbers_stand_only_beside_the_paper_s_benchmark() -> None:
+    def config(**changes: Any) -> dict[str, Any]:
+        settings = [f"{path}={json.dumps(value)}" for path, value in changes.items()]
+        benchmark = load_benchmark("imagenet-r-10", settings)
+        (run,) = runs_of(benchmark.model_copy(update={"trials": 1}), ["coda-p"], Path("x"))
+        held: dict[str, Any] = json.loads(json.dumps(run.config))
+        return held
+
+    assert report.published_row(config())["A"] == [75.45, 0.56]
+    for change in (
+        {"stream.tasks": 5},
+        {"stream.validation": True},
+        {"backbone": "pocket"},
+        {"training.epochs": 1},
+    ):
+        assert report.published_row(config(**change)) is None
+
+
+def test_remarks_on_the_data_are_in_the_report(
+    tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_runs[0], tmp_path / "runs")
+    for path in (tmp_path / "runs").rglob("result.json"):
+        result = json.loads(path.read_text())
+        result |= {"notes": ["the split is seeded"], "untrained": ["cat"]}
+        path.write_text(json.dumps(result))
+    finished = coda("report", str(tmp_path / "runs"), "-o", str(tmp_path / "report"))
+    assert finished.returncode == 0, finished.stderr
+    for name in ("report.md", "index.html"):
+        text = (tmp_path / "report" / name).read_text("utf-8")
+        assert "the split is seeded" in text
+        assert "no training images: cat" in text
+
+
+def test_a_trial_s_seed_cannot_be_set_nor_a_name_leave_its_folder(tiny: Path) -> None:
+    with pytest.raises(BadOption, match="first_seed"):
+        load_benchmark(str(tiny), ["training.seed=5"])
+    with pytest.raises(BadOption):
+        load_benchmark(str(tiny), ["name=../evil"])

@@ -30,7 +30,7 @@ Model = Annotated[Path, typer.Argument(help="The model's folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 SkipBad = Annotated[bool, typer.Option(help="Go on without unreadable files.")]
 Methods = Annotated[
-    str | None, typer.Option(help="Comma-separated names, or `all`; without: the preset's choice.")
+    str | None, typer.Option(help="Comma-separated names, `all` in a benchmark; without: its own.")
 ]
 Out = Annotated[Path, typer.Option(help="Folder of the run folders.")]
 Data = Annotated[

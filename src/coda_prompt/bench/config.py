@@ -54,7 +54,8 @@ class MethodSection(Section):
 class Benchmark(Section):
     """A benchmark and everything that decides its numbers."""
 
-    name: str
+    name: str = Field(pattern=r"^[^/\\\x00]+$")
+    """Of the folder of its runs, too."""
     description: str = ""
     source: str
     """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, or an image folder."""
@@ -105,8 +106,13 @@ class Benchmark(Section):
         return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:
+        """Of one trial, whose seed it is: no field sets that."""
         protocol = {"schedule": "lagging-cosine"} if self.protocol in RELEASES else {}
         own = self.methods.get(name, MethodSection()).training
+        if "seed" in {**self.training, **own}:
+            raise BadOption(
+                f"benchmark {self.name}", "training.seed", "trials have seeds; set first_seed"
+            )
         fields = {**protocol, **self.training, **own, "seed": seed}
         return make_config(Training, "the training", fields)
 

@@ -84,6 +84,8 @@ def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
 
 def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
     """What is trained, in % of the backbone, against what it brings."""
+    from matplotlib.ticker import LogLocator
+
     figure, axes = _one_plot()
     for method, own in _best_first(runs):
         found = summary(own)
@@ -95,6 +97,9 @@ def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
         axes.errorbar(share, accuracy["mean"], deviation, capsize=3, label=method, **style)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.margins(x=0.15, y=0.1)
     axes.set_xlabel("trained parameters, % of the backbone")
     axes.set_ylabel("A_N, %")
     return _finished(figure, axes)

@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 
 from coda_prompt import metrics
+from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.runner import CONFIG, RESULT, difference, read_json, shared_config
 from coda_prompt.errors import ChangedRun, CorruptFile, MissingData
 from coda_prompt.methods import METHODS
@@ -21,6 +22,8 @@ from coda_prompt.methods import METHODS
 REFERENCE = "coda-p"
 """The method that others are compared with, seed by seed."""
 GIGA, MEBI = 1e9, 2**20
+DECIDING = ("source", "backbone", "preprocess", "resize", "augmentation", "stream")
+"""What makes a run one of the paper's, besides its epochs."""
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -79,12 +82,24 @@ def read_run(folder: Path) -> FinishedRun:
     try:
         run = FinishedRun(config["method"], config["training"]["seed"], config, result, folder)
         run.measures()
+        _check_matrices(run)
         config["name"], config["implementation"], config["options"]
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptFile(folder, f"is not a run folder ({error!r})") from error
     return run
+
+
+def _check_matrices(run: FinishedRun) -> None:
+    """Accuracies of as many tasks as the run has, none above 1."""
+    tasks = len(run.result["test_images"])
+    for matrix in (run.matrix, run.own_classes):
+        if matrix.shape != (tasks, tasks):
+            raise ValueError(f"a matrix of {matrix.shape} for {tasks} tasks")
+        known = matrix[~np.isnan(matrix)]
+        if len(known) and not (known.min() >= 0 and known.max() <= 1):
+            raise ValueError("an accuracy that is none")
 
 
 def read_runs(folder: Path) -> list[FinishedRun]:
@@ -118,7 +133,14 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
     for run in runs[1:]:
         if changed := difference(shared_config(runs[0].config), shared_config(run.config)):
             raise ChangedRun(run.folder, changed)
+        if len(run.matrix) != len(runs[0].matrix):
+            changed = [f"tasks: {len(runs[0].matrix)} -> {len(run.matrix)}"]
+            raise ChangedRun(run.folder, changed)
     for own in by_method(runs).values():
+        seeds = [run.seed for run in own]
+        for run in own:
+            if seeds.count(run.seed) > 1:
+                raise ChangedRun(run.folder, [f"seed {run.seed} is there twice"])
         first, *others = [_without_seed(run.config) for run in own]
         for run, config in zip(own[1:], others, strict=True):
             if changed := difference(first, config):
@@ -140,7 +162,7 @@ def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
         row = {"method": method, **summary(own), "difference": None}
         if method != REFERENCE:
             row["difference"] = _difference(own, reference)
-        row["published"] = published(own[0].config["name"]).get(method)
+        row["published"] = published_row(own[0].config)
         table.append(row)
     return table
 
@@ -183,6 +205,19 @@ def published(benchmark: str) -> dict[str, Any]:
     text = Path(__file__).with_name("published.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.safe_load(text).get(benchmark, {})
     return found
+
+
+def published_row(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The paper's numbers of a run's row, where it is the paper's benchmark and not one like it."""
+    found: dict[str, Any] | None = published(config["name"]).get(config["method"])
+    if found is None:
+        return None
+    meant = load_benchmark(config["name"])
+    asked = meant.model_dump(mode="json", include=set(DECIDING))
+    held = {name: config.get(name) for name in asked}
+    epochs = meant.method_training(config["method"], 0).epochs
+    same = held == asked and config["training"].get("epochs") == epochs
+    return found if same else None
 
 
 def _difference(own: Sequence[FinishedRun], reference: dict[int, float]) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,10 @@ class Run:
         before = read_json(held)
         if before != (now := as_json(self.config)):
             raise ChangedRun(self.folder, difference(before, now))
-        return (self.folder / RESULT).exists()
+        done = (self.folder / RESULT).exists()
+        if done:  # a kill between the result and the tidying up leaves them
+            shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+        return done
 
 
 def runs_of(benchmark: Benchmark, names: Sequence[str], out: Path) -> list[Run]:

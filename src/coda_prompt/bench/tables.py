@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 
 from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number
 from coda_prompt.console import table
+from coda_prompt.errors import listed
 from coda_prompt.files import as_json
 from coda_prompt.methods import METHODS, describe
 
@@ -72,7 +73,7 @@ class Table:
     def latex(self) -> str:
         """A `tabular` with rules of the package booktabs."""
         columns = "l" + "r" * (len(self.heads) - 1)
-        lines = [" & ".join(_latex(cell) for cell in line) + r" \\" for line in self.cells]
+        lines = ["{}" + " & ".join(_latex(cell) for cell in line) + r" \\" for line in self.cells]
         heads = " & ".join(_latex(head) for head in self.heads) + r" \\"
         body = [r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"]
         inner = "\n".join(body)
@@ -108,7 +109,24 @@ def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
     tables = [_accuracy(rows), _cost(rows)]
     if any(row["published"] for row in rows):
         tables.append(_beside_the_paper(rows))
-    return [*tables, _settings(runs)]
+    remarks = _remarks(runs)
+    return [*tables, _settings(runs), *([remarks] if remarks.cells else [])]
+
+
+def _remarks(runs: Sequence[FinishedRun]) -> Table:
+    """What has to be known to read the numbers: of the data, and classes nothing was learned of."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        untrained = run.result.get("untrained") or []
+        told = [f"no training images: {', '.join(untrained)}"] if untrained else []
+        for remark in [*(run.result.get("notes") or []), *told]:
+            found.setdefault(str(remark), []).append(f"{run.method} {run.seed}")
+    everywhere = len(runs)
+    cells = [
+        [remark, "all runs" if len(own) == everywhere else listed(own, 6)]
+        for remark, own in found.items()
+    ]
+    return Table("Remarks", ["remark", "runs (method, seed)"], cells)
 
 
 def sweep(rows: Sequence[Row]) -> list[Table]:
