@@ -525,3 +525,23 @@ def test_a_trial_s_seed_cannot_be_set_nor_a_name_leave_its_folder(tiny: Path) ->
         load_benchmark(str(tiny), ["training.seed=5"])
     with pytest.raises(BadOption):
         load_benchmark(str(tiny), ["name=../evil"])
+
+
+def test_a_csv_file_has_one_number_a_cell() -> None:
+    row = {
+        "method": "coda-p",
+        "A_N": {"mean": 70.0, "std": 1.0},
+        "F_paper": {"mean": None, "std": None},
+        "difference": None,
+        "published": {"A": [75.5, 0.5], "F": [1.5, 0.1], "params": [4.6, 104.6]},
+    }
+    other = {**row, "method": "ft", "difference": {"mean": -1.0, "interval": (-2.0, 0.5)}}
+    first, second = csv.DictReader(io.StringIO(tables.csv_text([row, other])))
+    assert first["published.A.mean"] == "75.5"
+    assert first["A_N.minus_published"] == "-5.5"
+    assert "difference" not in first
+    assert (second["difference.interval.low"], second["difference.interval.high"]) == (
+        "-2.0",
+        "0.5",
+    )
+    assert first["published.params.final"] == "104.6"

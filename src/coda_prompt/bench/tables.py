@@ -20,6 +20,9 @@ from coda_prompt.methods import METHODS, describe
 
 Row = Mapping[str, Any]
 DASH = "-"
+PAIRS = {"A": ("mean", "std"), "F": ("mean", "std"), "params": ("trained", "final"),
+         "interval": ("low", "high")}  # fmt: skip
+"""What the parts of a pair are called in a CSV file."""
 
 SHORT = {
     "A_N": "A_N %",
@@ -244,7 +247,7 @@ def difference_cell(row: Row) -> str:
 
 def csv_text(rows: Iterable[Row]) -> str:
     """Every number, unrounded, one line a row: `A_N.mean`, `A_N.std`, …"""
-    flat = [dict(_flat(row)) for row in rows]
+    flat = [{**dict(_flat(row)), **_minus_the_paper(row)} for row in rows]
     names = list(dict.fromkeys(name for line in flat for name in line))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -258,9 +261,20 @@ def _flat(row: Row, above: str = "") -> Iterable[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}.")
         elif isinstance(value, list | tuple):
-            yield f"{above}{name}", " ".join(str(part) for part in value)
-        else:
+            parts = PAIRS.get(name, range(len(value)))
+            for part, held in zip(parts, value, strict=False):
+                yield f"{above}{name}.{part}", held
+        elif value is not None or above:
             yield f"{above}{name}", value
+
+
+def _minus_the_paper(row: Row) -> dict[str, float]:
+    told = row.get("published") or {}
+    return {
+        f"{measured}.minus_published": row[measured]["mean"] - told[key][0]
+        for measured, key in (("A_N", "A"), ("F_paper", "F"))
+        if key in told and told[key][0] is not None and row[measured]["mean"] is not None
+    }
 
 
 def _with_deviation(mean: float, std: float | None, digits: int) -> str:
