@@ -440,3 +440,22 @@ def test_a_killed_learn_leaves_one_whole_version(
     assert_same(found, whole)
     found.undo()
     assert_same(found, first)
+
+
+def test_a_file_does_not_say_how_many_processes_read_images(tmp_path: Path) -> None:
+    taught(range(2), method="ncm").save(tmp_path)
+    model = store.read_model(tmp_path)
+    training = {**model.description.training, "workers": 200}
+    changed = model.description.model_copy(update={"training": training})
+    (tmp_path / store.MODEL).write_bytes(store.packed(store.Model(changed, model.tensors)))
+    assert ContinualClassifier.load(tmp_path)._training.workers == 0
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    taught(range(2), method="ncm").save(tmp_path)
+    model = store.read_model(tmp_path)
+    broken = {name: tensor.clone() for name, tensor in model.tensors.items()}
+    broken["sums"][0, 0] = float("nan")
+    (tmp_path / store.MODEL).write_bytes(store.packed(store.Model(model.description, broken)))
+    with pytest.raises(CorruptFile, match="not finite"):
+        ContinualClassifier.load(tmp_path)

@@ -497,7 +497,8 @@ class ContinualClassifier:
         } & description.options.keys():  # fmt: skip
             raise CorruptFile(place, "its options are not those of a method and a training")
         name = backbone or description.backbone.name
-        options = {**description.options, **description.training}
+        # How many processes read images is this machine's affair, not that of a file.
+        options = {**description.options, **description.training, "workers": 0}
         made = cls(name, description.method, device=device, **options)
         if backbone is not None:
             made.backbone_name = description.backbone.name
@@ -509,6 +510,8 @@ class ContinualClassifier:
         return made
 
     def _take(self, model: store.Model, place: object) -> None:
+        if not all(tensor.isfinite().all() for tensor in model.tensors.values()):
+            raise CorruptFile(place, "it holds numbers that are not finite")
         self._method.load_learned_state(model.tensors)
         if self._method.classes_seen != len(model.description.classes):
             raise CorruptFile(place, "it names more or fewer classes than it has learned")

@@ -26,7 +26,7 @@ from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
 
 UNKNOWN = "unknown"
-AT_ONCE = 256
+AT_ONCE = 64
 """Images that are read and predicted together."""
 
 

@@ -51,8 +51,8 @@ class TaskRecord(_Fields):
     accuracy: float | None
     accuracy_own: float | None
     calibration_error: float | None
-    temperature: float = Field(gt=0, allow_inf_nan=False)
-    fitted_on: int = Field(ge=0)
+    temperature: float = Field(ge=1e-6, le=1e6)
+    fitted_on: int = Field(ge=0, le=10**12)
     """Images the temperature was fitted on."""
 
 
@@ -74,7 +74,7 @@ class Description(_Fields):
     pixels: dict[str, Any]
     classes: list[str]
     tasks: list[TaskRecord]
-    temperature: float = Field(gt=0, allow_inf_nan=False)
+    temperature: float = Field(ge=1e-6, le=1e6)
 
     @property
     def version(self) -> int:

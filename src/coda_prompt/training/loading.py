@@ -48,7 +48,8 @@ class Epoch:
         return self.epoch % self.views if self.views else self.epoch
 
 
-TEST_VIEW = -1
+TEST_VIEW, PLAIN_VIEW = -1, -2
+"""The view of tests, and the same in training that does not augment."""
 
 
 class Batch(NamedTuple):
@@ -58,8 +59,8 @@ class Batch(NamedTuple):
     positions: Tensor
     """Where each image stands among the samples."""
     view: int | None
-    """Which view of its image each is: `TEST_VIEW`, the number of a training view that comes
-    again, or None for one that does not."""
+    """Which view of its image each is: `TEST_VIEW`, `PLAIN_VIEW`, the number of a training view
+    that comes again, or None for one that does not."""
 
     def part(self, rows: slice) -> Batch:
         return Batch(self.images[rows], self.labels[rows], self.positions[rows], self.view)
@@ -73,8 +74,10 @@ class _Views(Dataset[Any]):
 
     @property
     def view(self) -> int | None:
-        if self.epoch is None or not self.augmented:
+        if self.epoch is None:
             return TEST_VIEW
+        if not self.augmented:
+            return PLAIN_VIEW
         return self.epoch.view if self.epoch.views else None
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from coda_prompt.data.stream import Samples
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import Images, ViT
-from coda_prompt.training.loading import TEST_VIEW, Batch
+from coda_prompt.training.loading import PLAIN_VIEW, TEST_VIEW, Batch
 
 QueryMode = Literal["exact", "cached"]
 Compute = Callable[[Method, Samples], Tensor]
@@ -39,7 +39,8 @@ class Queries:
         if not method.needs_queries:
             return batch.images, None
         view = batch.view
-        if self.mode == "cached" and view != TEST_VIEW:
+        if view == PLAIN_VIEW or (self.mode == "cached" and view != TEST_VIEW):
+            # In one pass, in order: rounding does not hang on how a training was shuffled or cut.
             view = TEST_VIEW
             self._complete(method, samples)
         table = None if view is None else self._table(method, samples, view)

@@ -44,7 +44,7 @@ class Training:
     third more time."""
     seed: int = Field(default=0, ge=0)
     """The trial's: class order, splits, initial values, shuffling and augmentation follow."""
-    workers: int = Field(default=0, ge=0)
+    workers: int = Field(default=0, ge=0, le=256)
     """Processes that decode images, for each training process."""
 
 
