@@ -459,3 +459,24 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     (tmp_path / store.MODEL).write_bytes(store.packed(store.Model(model.description, broken)))
     with pytest.raises(CorruptFile, match="not finite"):
         ContinualClassifier.load(tmp_path)
+
+
+def test_a_learn_cut_off_before_the_last_rename_is_not_learned_twice(
+    tmp_path: Path, drawing_folders: Path
+) -> None:
+    first = ContinualClassifier(method="ncm")
+    first.learn(drawing_folders / "task-1")
+    first.save(tmp_path)
+    second = ContinualClassifier.load(tmp_path)
+    second.learn(drawing_folders / "task-2")
+    (tmp_path / store.NEXT).write_bytes(store.packed(second._model()))
+    (tmp_path / store.PREVIOUS).write_bytes(store.packed(first._model()))
+    again = coda("learn", str(tmp_path), str(drawing_folders / "task-2"))
+    assert again.returncode == 0, again.stderr
+    assert "nothing was learned twice" in again.stderr
+    found = ContinualClassifier.load(tmp_path)
+    assert len(found.tasks_) == 2
+    assert_same(found, second)
+    third = coda("learn", str(tmp_path), str(drawing_folders / "task-3"))
+    assert third.returncode == 0, third.stderr
+    assert len(ContinualClassifier.load(tmp_path).tasks_) == 3

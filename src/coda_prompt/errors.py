@@ -211,6 +211,18 @@ class ModelBusy(CodaError):
         )
 
 
+class LearnedBefore(CodaError):
+    """Not a mistake: the command had done its work before it was cut off."""
+
+    exit_code = 0
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(
+            f"{folder}: an earlier run of this command had learned these images and was cut off "
+            "while saving. The save is complete now; nothing was learned twice."
+        )
+
+
 class NothingToUndo(CodaError):
     def __init__(self, what: object) -> None:
         super().__init__(

@@ -15,7 +15,15 @@ from rich.progress import TimeRemainingColumn
 
 from coda_prompt.console import Bar, messages, output, print_json, printable, table
 from coda_prompt.data.images import open_image
-from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted, MissingData, listed
+from coda_prompt.errors import (
+    BadImage,
+    BadImages,
+    BadOption,
+    Interrupted,
+    LearnedBefore,
+    MissingData,
+    listed,
+)
 from coda_prompt.learner import store
 from coda_prompt.learner.card import card_of, percent
 from coda_prompt.learner.classifier import ContinualClassifier
@@ -46,7 +54,7 @@ def learn(
 ) -> None:
     """Make or continue a model; the folder is replaced in one step when all is learned."""
     console, stop = messages(), Stop()
-    with store.writing(model), contextlib.ExitStack() as heeding:
+    with store.writing(model) as completed, contextlib.ExitStack() as heeding:
         if (model / store.MODEL).exists():
             classifier = ContinualClassifier.load(model, device=device)
             _refuse_changes(classifier, backbone, method)
@@ -57,6 +65,8 @@ def learn(
 
         def tell_start(images: Labelled, warnings: list[str]) -> None:
             counts = images.counts()
+            if completed and classifier.tasks_[-1]["images"] == counts:
+                raise LearnedBefore(model)
             left_out = f", {len(images.bad)} unreadable files left out" if images.bad else ""
             console.print(
                 f"{len(counts)} classes, {sum(counts.values())} images "

@@ -164,15 +164,14 @@ def restore_previous(folder: Path, card: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """One writer at a time. The system frees the lock of a process that died."""
+def writing(folder: Path) -> Iterator[bool]:
+    """One writer at a time; whether a save that had been cut off was finished first is yielded."""
     fresh = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
     try:
         with exclusive(folder, ModelBusy):
-            _recover(folder)
-            yield
+            yield _recover(folder)
     finally:
         if fresh and not (folder / MODEL).exists():  # nothing came of it
             (folder / LOCK).unlink(missing_ok=True)
@@ -202,13 +201,13 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _recover(folder: Path) -> None:
+def _recover(folder: Path) -> bool:
     """Finish a save that was cut off after the new model had been written, and tidy up."""
-    for left in folder.glob(".*.safetensors.*.tmp"):
+    for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)
     waiting = folder / NEXT
     if not waiting.exists():
-        return
+        return False
     try:
         following, previous = _read(folder, NEXT), _read(folder, PREVIOUS)
         complete = _follows(following, previous)
@@ -218,6 +217,7 @@ def _recover(folder: Path) -> None:
         os.replace(waiting, folder / MODEL)
     else:
         waiting.unlink()
+    return complete
 
 
 def _follows(model: Model, previous: Model) -> bool:
