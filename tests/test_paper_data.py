@@ -800,7 +800,7 @@ def test_a_missing_dataset_says_what_to_get_and_where_to_put_it(
 def test_missing_data_are_told_before_a_backbone_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coda_prompt.bench.runner.load_backbone", None)
+    monkeypatch.setattr("coda_prompt.bench.inputs.load_backbone", None)
     run = coda("bench", "imagenet-r-10", "--data", str(tmp_path), "--out", str(tmp_path / "runs"))
     assert isinstance(run.exception, MissingData)
     assert run.stdout == ""
