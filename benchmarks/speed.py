@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from textbook import TextbookCoda
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,6 +30,8 @@ from torch.utils.flop_counter import (
 )
 
 from coda_prompt import methods
+from coda_prompt.bench.surroundings import PeakMemory
+from coda_prompt.console import output, table
 from coda_prompt.files import write_atomically
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.coda import CodaPrompt, component_weights, folded
@@ -147,15 +147,10 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 def peak_above(build: Callable[[], Step]) -> float:
     """MiB a step needs above what lay in memory before it (Linux)."""
     step = build()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _resident("VmRSS")
+    memory = PeakMemory()
+    before = memory.peak()
     step()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+    return (memory.peak() - before) / 2**20
 
 
 def memory_apart(part: str, *arguments: str) -> float:
@@ -404,6 +399,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    output().print(table(list(rows[0]), cells, title))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true")
@@ -411,20 +411,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/speed.json"))
     parser.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    console = Console(width=120)
     if options.memory:
-        console.print(one_memory(options.memory[0], options.memory[1:]))
+        output().print(one_memory(options.memory[0], options.memory[1:]))
         return
     found: dict[str, Any] = {"machine": machine()}
     if options.out.exists():  # parts that are not measured now stay
         found = {**json.loads(options.out.read_text("utf-8")), **found}
-    console.print(found["machine"])
+    output().print(found["machine"])
     for part in options.only.split(","):
         rows = found[part] = PARTS[part](options.quick)
-        table = Table(*rows[0], title=part, show_lines=False)
-        for row in rows:
-            table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-        console.print(table)
+        show(rows, part)
         write_atomically(options.out, json.dumps(found, indent=1).encode())
 
 

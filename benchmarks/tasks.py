@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
+from speed import show
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.data.pocket import pocket_source
@@ -111,10 +110,7 @@ def main() -> None:
     for row in rows:
         early = next(r for r in rows if r["method"] == row["method"] and r["task"] == 10)
         row["to task 10"] = row["coda learn s"] / early["coda learn s"]
-    table = Table(*rows[0], title="One class at a time")
-    for row in rows:
-        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=120).print(table)
+    show(rows, "One class at a time")
     write_atomically(options.out, json.dumps(rows, indent=1).encode())
 
 

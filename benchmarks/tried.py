@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from speed import VITS, batch_for, in_task, interleaved, machine, product_step
+from speed import VITS, batch_for, in_task, interleaved, machine, product_step, show
 from torch import Tensor, nn
 
 from coda_prompt.files import write_atomically
@@ -116,10 +114,7 @@ def main() -> None:
         }
         for name, (_, queries) in found.items()
     ]
-    table = Table(*rows[0], title=f"{options.backbone}, batch {options.batch}")
-    for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=120).print(table)
+    show(rows, f"{options.backbone}, batch {options.batch}")
     content = {"machine": machine(), "backbone": options.backbone, "rows": rows}
     write_atomically(options.out, json.dumps(content, indent=1).encode())
 

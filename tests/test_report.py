@@ -158,6 +158,8 @@ def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0
     method = cost.grown(benchmark, row, ViTConfig(), sizes)
     run.folder.mkdir(parents=True)
     (run.folder / "config.json").write_text(json.dumps(run.config))
+    inputs = {name: {"sha256": "0" * 64} for name in ("data", "backbone")}
+    (run.folder / "environment.json").write_text(json.dumps(inputs))
     matrix = np.where(np.tri(tasks, dtype=bool), accuracy, np.nan)
     held = [[None if np.isnan(value) else value for value in line] for line in matrix]
     result = {
@@ -214,7 +216,10 @@ def test_ablations_differ_from_coda_p_in_one_option() -> None:
             }
             for row, config in runs.items()
         }
-        assert changed == {
+        paper_form = {"preset"}, {"preset", "orthogonality_weight"}
+        names = ("paper-form", "paper-form-no-penalty")
+        beside = dict(zip(names, paper_form, strict=True)) if name == "pocket-ablations" else {}
+        assert changed == beside | {
             f"without-{part}": {part} for part in ("attention", "freezing", "orthogonality")
         }
         assert all(config["training"] == whole["training"] for config in runs.values())
@@ -347,6 +352,7 @@ def test_a_wrong_sweep_is_named(
         (("options.length", "pocket", ["coda"], "4"), "Did you mean 'coda-p'"),
         (("training.epochs", "pocket", ["coda-p"], "0"), "epochs"),
         (("strenght", "pocket", ["coda-p"], "1"), "Did you mean 'strength'"),
+        (("options.length", "pocket", ["coda-p"], "4,8,4.0"), "4.0 is there twice"),
     ],
 )
 def test_a_wrong_field_or_value_is_named(
@@ -354,6 +360,14 @@ def test_a_wrong_field_or_value_is_named(
 ) -> None:
     with pytest.raises(CodaError, match=message):
         sweep_runs(load_sweep(*arguments), [], Path())
+
+
+def test_a_sweep_takes_all_methods() -> None:
+    swept = load_sweep("training.epochs", "pocket", ["all"], "1,2")
+    assert swept.lines[0].methods == tuple(load_benchmark("pocket").methods)
+    assert load_sweep("components", "pocket", ["all"], "") == load_sweep(
+        "components", "pocket", [], ""
+    )
 
 
 # -- bad run folders and files
@@ -367,6 +381,7 @@ def test_a_wrong_field_or_value_is_named(
         ("result.json", "{}"),
         ("config.json", "{}"),
         ("config.json", '{"method": "ncm"}'),
+        ("environment.json", '{"data": {}}'),
     ],
 )
 def test_a_broken_run_folder_is_named(
@@ -393,6 +408,8 @@ def test_other_data_or_weights_in_one_table_are_refused(
     assert finished.returncode == 2
     assert "data sha256" in finished.stderr.replace("\n", " ")
     assert "Traceback" not in finished.stderr
+    with pytest.raises(ChangedRun, match="data"):
+        report.rows(report.read_runs(runs))
 
 
 def test_two_methods_with_one_name_are_refused(tmp_path: Path) -> None:

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import BaseModel, ConfigDict
 
 LOCK = ".lock"
 OWNER = f"{LOCK}.owner"
+
+
+class FileFields(BaseModel):
+    """What a file of this program says; a field that is unknown or of another type is damage."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -66,20 +66,26 @@ def accuracy_over_tasks(runs: Sequence[FinishedRun]) -> Figure:
 
 
 def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
-    """What each task lost between its best moment and the end."""
-    figure, axes = _one_plot()
-    for method, own in by_method(runs).items():
-        drops = np.array([100 * metrics.forgetting_per_task(run.matrix) for run in own])
-        if not drops.size or np.isnan(drops).any():
-            continue
-        tasks = np.arange(1, drops.shape[1] + 1)
-        mean, deviation = drops.mean(axis=0), drops.std(axis=0)
-        axes.errorbar(tasks, mean, deviation if len(own) > 1 else None, capsize=2, label=method,
-                      **_style(method))  # fmt: skip
-        axes.set_xticks(tasks)
+    """What each task lost between its best moment and the end; who forgot least on top."""
+    lost = {
+        method: np.mean([100 * metrics.forgetting_per_task(run.matrix) for run in own], axis=0)
+        for method, own in by_method(runs).items()
+    }
+    known = {name: drops for name, drops in lost.items() if drops.size and np.isfinite(drops).all()}
+    names = sorted(known, key=lambda name: known[name].mean())
+    figure, axes = _one_plot(height=1.2 + 0.32 * max(len(names), 4))
+    if not names:
+        axes.text(0.5, 0.5, "no task was followed by another", ha="center", va="center")
+        axes.set_axis_off()
+        return figure
+    table = np.array([known[name] for name in names])
+    mesh = axes.imshow(table, cmap="cividis", vmin=0, vmax=max(table.max(), 1), aspect="auto")
+    _write_numbers(axes, table, bright=0.55 * table.max())
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks(*_numbered(table.shape[1]))
     axes.set_xlabel("task")
-    axes.set_ylabel("best accuracy minus final one, points")
-    return _finished(figure, axes)
+    figure.colorbar(mesh, ax=axes, label="best accuracy minus final one, points")
+    return figure
 
 
 def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
@@ -117,19 +123,12 @@ def matrices(runs: Sequence[FinishedRun]) -> Figure:
     for axes, (method, own) in zip(grid.flat, groups.items(), strict=False):
         mean = 100 * np.mean([run.matrix for run in own], axis=0)
         mesh = axes.imshow(mean, cmap="cividis", vmin=0, vmax=100)
-        for (row, column), value in np.ndenumerate(mean):
-            if not np.isnan(value) and len(mean) <= SHOWN_NUMBERS:
-                shade = "white" if value < 55 else "black"
-                size = 9 if len(mean) <= 6 else 7
-                text = {"ha": "center", "va": "center", "color": shade, "fontsize": size}
-                axes.text(column, row, f"{value:.0f}", **text)
-        every = 1 if len(mean) <= SHOWN_NUMBERS else 5
-        ticks = range(every - 1, len(mean), every)
+        _write_numbers(axes, mean, bright=55)
         axes.set_title(method)
         axes.set_xlabel("task tested")
         axes.set_ylabel("after task")
-        axes.set_xticks(ticks, [tick + 1 for tick in ticks])
-        axes.set_yticks(ticks, [tick + 1 for tick in ticks])
+        axes.set_xticks(*_numbered(len(mean)))
+        axes.set_yticks(*_numbered(len(mean)))
     for axes in list(grid.flat)[len(groups) :]:
         axes.set_visible(False)
     figure.colorbar(mesh, ax=grid, label="accuracy, %", shrink=0.8)
@@ -150,19 +149,27 @@ def _swept(rows: Sequence[dict[str, Any]], axis: str) -> Figure:
     figure, axes = _one_plot()
     values = list(dict.fromkeys(str(row["value"]) for row in rows))
     numbers = all(is_number(row["value"]) for row in rows)
-    for method in dict.fromkeys(row["method"] for row in rows):
+    used = sorted({float(row["value"]) for row in rows}) if numbers else [0.0]
+    wide = used[0] > 0 and used[-1] >= 20 * used[0]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for number, method in enumerate(methods):
         own = [row for row in rows if row["method"] == method and row["A_N"]["mean"] is not None]
         if not own:
             continue
         places = [row["value"] if numbers else values.index(str(row["value"])) for row in own]
+        aside = number - (len(methods) - 1) / 2  # error bars side by side, not on each other
+        if wide:
+            places = [place * 1.04**aside for place in places]
+        else:
+            step = 0.01 * (used[-1] - used[0]) if numbers else 0.05
+            places = [place + step * aside for place in places]
         mean = np.array([row["A_N"]["mean"] for row in own])
         deviation = np.array([row["A_N"]["std"] for row in own])
         several = max(row["trials"] for row in own) > 1
         axes.errorbar(places, mean, deviation if several else None, capsize=3, label=method,
                       **_style(method))  # fmt: skip
     if numbers:
-        used = sorted({float(row["value"]) for row in rows})
-        if used[0] > 0 and used[-1] >= 20 * used[0]:
+        if wide:
             axes.set_xscale("log")
         axes.set_xticks(used, [f"{value:g}" for value in used])
         axes.minorticks_off()
@@ -194,11 +201,31 @@ def _best_first(runs: Sequence[FinishedRun]) -> list[tuple[str, list[FinishedRun
     return sorted(groups, key=lambda group: -(summary(group[1])["A_N"]["mean"] or 0.0))
 
 
-def _one_plot() -> tuple[Figure, Axes]:
+def _one_plot(height: float = 4.4) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def _write_numbers(axes: Axes, table: np.ndarray, *, bright: float) -> None:
+    """Its values into a heat map, dark ones where the ground is bright; not where too many."""
+    columns = table.shape[1]
+    if columns > SHOWN_NUMBERS:
+        return
+    for (row, column), value in np.ndenumerate(table):
+        if not np.isnan(value):
+            shade = "white" if value < bright else "black"
+            size = 9 if columns <= 6 else 7
+            axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=shade,
+                      fontsize=size)  # fmt: skip
+
+
+def _numbered(tasks: int) -> tuple[list[int], list[str]]:
+    """Places and names of an axis's ticks for tasks, counted from 1."""
+    every = 1 if tasks <= SHOWN_NUMBERS else 5
+    places = list(range(every - 1, tasks, every))
+    return places, [str(place + 1) for place in places]
 
 
 def _finished(figure: Figure, axes: Axes, *, from_zero: bool = True) -> Figure:

@@ -15,7 +15,15 @@ import yaml
 
 from coda_prompt import metrics
 from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.runner import CONFIG, RESULT, difference, read_json, shared_config
+from coda_prompt.bench.runner import (
+    CONFIG,
+    ENVIRONMENT,
+    RESULT,
+    difference,
+    read_json,
+    shared_config,
+)
+from coda_prompt.bench.surroundings import hashes
 from coda_prompt.errors import ChangedRun, CorruptFile, MissingData
 from coda_prompt.methods import METHODS
 
@@ -36,6 +44,8 @@ class FinishedRun:
     seed: int
     config: dict[str, Any]
     result: dict[str, Any]
+    inputs: dict[str, str]
+    """Hashes of its data and backbone."""
     folder: Path
 
     @property
@@ -79,8 +89,11 @@ class FinishedRun:
 
 def read_run(folder: Path) -> FinishedRun:
     config, result = read_json(folder / CONFIG), read_json(folder / RESULT)
+    surroundings = read_json(folder / ENVIRONMENT)
     try:
-        run = FinishedRun(config["method"], config["training"]["seed"], config, result, folder)
+        inputs = hashes(surroundings)
+        method, seed = config["method"], config["training"]["seed"]
+        run = FinishedRun(method, seed, config, result, inputs, folder)
         run.measures()
         _check_matrices(run)
         config["name"], config["implementation"], config["options"]
@@ -131,7 +144,9 @@ def by_method(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
 def check_comparable(runs: Sequence[FinishedRun]) -> None:
     """Refuse to put runs of different benchmarks, or trials of different settings, in a table."""
     for run in runs[1:]:
-        if changed := difference(shared_config(runs[0].config), shared_config(run.config)):
+        changed = difference(shared_config(runs[0].config), shared_config(run.config))
+        changed += difference(runs[0].inputs, run.inputs)
+        if changed:
             raise ChangedRun(run.folder, changed)
         if len(run.matrix) != len(runs[0].matrix):
             changed = [f"tasks: {len(runs[0].matrix)} -> {len(run.matrix)}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import shutil
@@ -37,7 +36,7 @@ from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
 from coda_prompt.stopping import Stop
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.keeping import Checkpoint, Keeper
+from coda_prompt.training.keeping import Checkpoint, Keeper, heed, tensors_sha256
 from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Event, Result
 
@@ -178,8 +177,7 @@ def execute(
             started -= keeper.found.notes["seconds"]
 
         def tell(event: Event) -> None:
-            if stop() and event.kind in ("task", "pass", "evaluation"):  # between two steps
-                raise Interrupted
+            heed(stop, event)
             if event.kind == "pass":
                 return
             if event.kind != "step":
@@ -202,7 +200,7 @@ def execute(
                     stream.class_names[row] for task in stream.tasks for row in task.untrained
                 ],
                 "notes": stream.notes,
-                "learned_sha256": _learned_sha256(method),
+                "learned_sha256": tensors_sha256(method.learned_state()),
                 "parameters": parameters(method, backbone.vit),
                 "multiply_adds": _counted(run, method, sizes),
                 "seconds": seconds,
@@ -229,9 +227,9 @@ def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
         before = read_json(result.with_name(ENVIRONMENT))
         changed = difference(shared_config(read_json(result.with_name(CONFIG))), own)
         changed += [
-            f"{name} sha256: {held} -> {surroundings[name]['sha256']}"
-            for name in ("data", "backbone")
-            if (held := before.get(name, {}).get("sha256")) != surroundings[name]["sha256"]
+            f"{name} sha256: {held} -> {now}"
+            for name, now in hashes(surroundings).items()
+            if (held := before.get(name, {}).get("sha256")) != now
         ]
         if changed:
             raise ChangedRun(result.parent, changed)
@@ -254,14 +252,6 @@ def _counted(run: Run, method: Method, sizes: Sequence[int]) -> dict[str, float]
     except Exception as error:  # noqa: BLE001 (a method of others may do anything; its run counts)
         log.warning("The operations of %s cannot be counted: %s", run.method, error)
         return None
-
-
-def _learned_sha256(method: Method) -> str:
-    """Equal for runs that ended with the same bits."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(method.learned_state().items()):
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _loggers(run: Run) -> list[Logger]:

@@ -54,11 +54,14 @@ class Sweep(Section):
 def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: str) -> Sweep:
     """A sweep that comes with the package, a file, or a field of a benchmark with its values."""
     file = Path(name).suffix in (".yaml", ".yml", ".json")
+    everything = list(chosen) == ["all"]
     if not file and name not in shipped("sweeps") and values:
+        benchmark = benchmark or "pocket"
+        rows = tuple(load_benchmark(benchmark).methods) if everything else chosen or ("coda-p",)
         fields: dict[str, Any] = {
             "name": name,
-            "benchmark": benchmark or "pocket",
-            "lines": [{"methods": chosen or ("coda-p",), "field": name, "values": ()}],
+            "benchmark": benchmark,
+            "lines": [{"methods": rows, "field": name, "values": ()}],
         }
     elif not file and "." in name:
         raise BadOption("coda sweep", "values", f"say which values '{name}' shall take")
@@ -71,7 +74,7 @@ def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: 
         sweep = Sweep(**(_with_values(fields, values) if values else fields))
     except ValidationError as error:
         raise bad_field(f"sweep {name}", error, {"lines": Line}, Sweep) from error
-    return _only(sweep, chosen) if chosen else sweep
+    return _only(sweep, chosen) if chosen and not everything else sweep
 
 
 def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[Run]:
@@ -80,6 +83,9 @@ def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[R
     common = [*settings, *overrides]
     runs = []
     for line in sweep.lines:
+        for number, value in enumerate(line.values):
+            if value in line.values[:number]:  # 4 and 4.0 are one point
+                raise BadOption("coda sweep", "values", f"{value} is there twice")
         for method in line.methods:
             for value in line.values or (_own_value(sweep, common, line),):
                 setting = (line.path(method), value)

@@ -34,24 +34,24 @@ PUBLISHED: Mapping[str, Published] = MappingProxyType(
     {
         "cifar-100": Published(
             cifar.PLACES,
-            "Get the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from Alex "
-            "Krizhevsky's CIFAR page at the University of Toronto and put it, packed or "
-            "extracted, in a folder",
+            "Get the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html and put it, packed or extracted, in a "
+            "folder",
             _cifar,
         ),
         "imagenet-r": Published(
             imagenet_r.PLACES,
-            "Get imagenet-r.tar (about 2 GB) from Dan Hendrycks' ImageNet-R repository on GitHub, "
+            "Get imagenet-r.tar (about 2 GB) from https://github.com/hendrycks/imagenet-r, "
             "extract it to imagenet-r/ in a folder, and put beside it the lists "
-            f"{' and '.join(imagenet_r.LISTS)} of the released CODA-Prompt code, which make the "
-            "paper's split",
+            f"{' and '.join(imagenet_r.LISTS)} of the released code "
+            "(https://github.com/GT-RIPL/CODA-Prompt), which make the paper's split",
             imagenet_r.imagenet_r_source,
         ),
         "domainnet": Published(
             domainnet.PLACES,
             "Get the cleaned version of DomainNet (six archives of 17.5 GB in all, and twelve "
-            "lists) from the page of 'Moment Matching for Multi-Source Domain Adaptation' at "
-            "Boston University and extract it to domainnet/ in a folder",
+            "lists) from the page of 'Moment Matching for Multi-Source Domain Adaptation' "
+            "(https://ai.bu.edu/M3SDA) and extract it to domainnet/ in a folder",
             domainnet.domainnet_source,
         ),
     }

@@ -19,7 +19,6 @@ from coda_prompt.errors import (
     BadImage,
     BadImages,
     BadOption,
-    Interrupted,
     LearnedBefore,
     MissingData,
     listed,
@@ -30,6 +29,7 @@ from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.inputs import Labelled, image_paths
 from coda_prompt.learner.results import Learned
 from coda_prompt.stopping import Stop
+from coda_prompt.training.keeping import heed
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
 
@@ -79,6 +79,11 @@ def learn(
             heeding.enter_context(stop.heeded())
 
         with Going(console) as going:
+
+            def tell(event: Event) -> None:
+                heed(stop, event)
+                going.on_event(event)
+
             learned = classifier.learn(
                 folder,
                 validation=validation,
@@ -88,7 +93,7 @@ def learn(
                 queries=queries,
                 progress=model / store.PROGRESS,
                 stop=stop,
-                on_event=lambda event: going.on_event(_unless_stopped(event, stop)),
+                on_event=tell,
                 on_start=tell_start,
             )
         classifier.write(model)
@@ -231,12 +236,6 @@ class Going(Bar):
 
     def _show(self, what: str, done: int, total: int) -> None:
         self.bar.update(self._line, description=what, completed=done, total=total)
-
-
-def _unless_stopped(event: Event, stop: Stop) -> Event:
-    if stop() and event.kind in ("task", "pass"):  # within a training the step is finished first
-        raise Interrupted
-    return event
 
 
 def _predictions(

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
-from coda_prompt.files import LOCK, OWNER, exclusive, write_atomically
+from coda_prompt.files import LOCK, OWNER, FileFields, exclusive, write_atomically
 
 FORMAT = 1
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
@@ -36,11 +36,7 @@ PROGRESS = ".progress"
 LARGEST_HEADER = 100 * 2**20
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class TaskRecord(_Fields):
+class TaskRecord(FileFields):
     """What one `learn` brought."""
 
     date: str
@@ -56,13 +52,13 @@ class TaskRecord(_Fields):
     """Images the temperature was fitted on."""
 
 
-class BackboneRecord(_Fields):
+class BackboneRecord(FileFields):
     name: str
     fingerprint: str
     revision: str | None
 
 
-class Description(_Fields):
+class Description(FileFields):
     """All that is known of a model but its tensors."""
 
     format: int = Field(ge=FORMAT, le=FORMAT)

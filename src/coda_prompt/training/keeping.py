@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.errors import CorruptFile, Interrupted
-from coda_prompt.files import write_atomically
+from coda_prompt.files import FileFields, file_sha256, write_atomically
 from coda_prompt.methods import Method
+from coda_prompt.training.settings import Event
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +40,15 @@ LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
 FILE_NAME = r"^(learned|training)-\d{6}\.safetensors$"
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class KeptFile(_Fields):
+class KeptFile(FileFields):
     name: str = Field(pattern=FILE_NAME)
     sha256: str
     size: int = Field(ge=0)
+    appended: list[str]
+    """Tensors in it that go behind what earlier files have; the others stand for themselves."""
 
 
-class Checkpoint(_Fields):
+class Checkpoint(FileFields):
     """Where a training stood: tasks done, and steps done of the one at hand."""
 
     format: int = Field(ge=FORMAT, le=FORMAT)
@@ -108,10 +107,10 @@ class Keeper:
         """Put back what the tasks before the one at hand had learned."""
         state: dict[str, Tensor] = {}
         for file in self._learned:
-            tensors, appended = _unpacked((self.folder / file.name).read_bytes(), file.name)
-            for name, tensor in tensors.items():
-                axis = method.grows.get(name, 0)
-                state[name] = torch.cat([state[name], tensor], axis) if name in appended else tensor
+            for name, tensor in self._tensors(file).items():
+                if name in file.appended:
+                    tensor = torch.cat([state[name], tensor], method.grows[name])
+                state[name] = tensor
         if state:
             method.load_learned_state(state)
             self._remember(method, state)
@@ -121,14 +120,14 @@ class Keeper:
         found, self.found = self.found, None
         if found is None or found.training is None:
             return Going()
-        path = self.folder / found.training.name
-        tensors, _ = _unpacked(path.read_bytes(), path.name)
+        tensors = self._tensors(found.training)
         parameters = {name: held for name, held in method.named_parameters() if held.requires_grad}
         state = optimizer.state_dict()
         for number, (name, parameter) in enumerate(parameters.items()):
             kept = tensors.pop(f"parameter.{name}", None)
             if kept is None or kept.shape != parameter.shape:
-                raise CorruptFile(path, f"it does not fit the parameter '{name}'")
+                problem = f"it does not fit the parameter '{name}'"
+                raise CorruptFile(self.folder / found.training.name, problem)
             parameter.data.copy_(kept)
             start = f"optimizer.{number}."
             own = {
@@ -151,7 +150,7 @@ class Keeper:
             if before is not None and axis is not None:
                 shape, digest = before
                 head = tensor.narrow(axis, 0, min(shape[axis], tensor.shape[axis]))
-                if tuple(head.shape) == shape and _digest(head) == digest:
+                if tuple(head.shape) == shape and tensors_sha256({name: head}) == digest:
                     changed[name] = tensor.narrow(
                         axis, shape[axis], tensor.shape[axis] - shape[axis]
                     )
@@ -198,17 +197,25 @@ class Keeper:
 
     def _remember(self, method: Method, state: Mapping[str, Tensor]) -> None:
         self._prefixes = {
-            name: (tuple(state[name].shape), _digest(state[name]))
+            name: (tuple(state[name].shape), tensors_sha256({name: state[name]}))
             for name in method.grows
             if name in state
         }
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], appended: list[str]) -> KeptFile:
         held = {key: value.cpu().contiguous().clone() for key, value in tensors.items()}
-        content = save(held, {"appended": json.dumps(appended)})
+        content = save(held)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / name, content)
-        return KeptFile(name=name, sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+        digest = hashlib.sha256(content).hexdigest()
+        return KeptFile(name=name, sha256=digest, size=len(content), appended=appended)
+
+    def _tensors(self, file: KeptFile) -> dict[str, Tensor]:
+        path = self.folder / file.name
+        try:
+            return load(path.read_bytes())
+        except SafetensorError as error:
+            raise CorruptFile(path, "is not what a training left") from error
 
     def _write_checkpoint(self, task: int, going: Going, training: KeptFile | None) -> None:
         self._number += 1
@@ -280,7 +287,7 @@ class Keeper:
             try:
                 if path.stat().st_size != file.size:
                     return f"{file.name} is cut off"
-                if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
+                if file_sha256(path) != file.sha256:
                     return f"{file.name} is damaged"
             except OSError as error:
                 return f"{file.name} cannot be read: {error.strerror}"
@@ -291,23 +298,21 @@ class Keeper:
         return [path for kind in kinds for path in self.folder.glob(kind)]
 
 
-def _unpacked(content: bytes, name: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors, and the names of those that go behind what an earlier file has."""
-    try:
-        tensors = load(content)
-        size = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + size])
-        appended = json.loads(header["__metadata__"]["appended"])
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CorruptFile(name, "is not what a training left") from error
-    return tensors, appended
-
-
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _digest(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous()
-    kind = f"{values.dtype}{tuple(values.shape)}".encode()
-    return hashlib.sha256(kind + values.numpy().tobytes()).hexdigest()
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Equal for tensors of the same names, types, shapes and bits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}{values.dtype}{tuple(values.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def heed(stop: Callable[[], bool], event: Event) -> None:
+    """Stop between two steps, where asked to; within a training the keeper does, after keeping."""
+    if stop() and event.kind in ("task", "pass", "evaluation"):
+        raise Interrupted

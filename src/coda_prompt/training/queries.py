@@ -59,9 +59,8 @@ class Queries:
 
     def _complete(self, method: Method, samples: Samples) -> None:
         table = self._table(method, samples, TEST_VIEW)
-        everywhere = torch.arange(len(samples))
-        if not table.holds(everywhere):
-            table.take(everywhere, self._compute(method, samples))
+        if not table.complete:  # asked at every step
+            table.take(torch.arange(len(samples)), self._compute(method, samples))
 
     def _table(self, method: Method, samples: Samples, view: int) -> QueryTable:
         key = (id(samples), id(method.backbone), view)
@@ -93,6 +92,10 @@ class QueryTable:
             flat = torch.from_file(path, shared=True, size=images * width, dtype=dtype)
             self._rows = flat.view(images, width)
         self._filled = torch.zeros(images, dtype=torch.bool)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._filled.all())
 
     def holds(self, positions: Tensor) -> bool:
         return bool(self._filled[positions.cpu()].all())
