@@ -159,6 +159,8 @@ def some(counts: dict[str, int], size: int = 28) -> Labelled:
         ({"cat": 6, "dog": 90}, [], "lean towards 'dog'"),
         ({"Cat": 9, "dog": 9}, ["cat"], "'cat' and 'Cat'"),
         ({"alarm clock": 9, "alarm_clocks": 9}, [], "'alarm clock' and 'alarm_clocks'"),
+        ({"cat": 9}, [], "the only class"),
+        ({"cat": 9, "unknown": 9}, [], "--unknown-below"),
     ],
 )
 def test_a_warning_where_it_matters(counts: dict[str, int], known: list[str], words: str) -> None:
@@ -182,6 +184,44 @@ def test_small_images_and_photographs_are_noticed() -> None:
     assert any("vit-b16-in21k" in warning for warning in found)
 
 
+def test_a_part_of_a_dataset_keeps_its_class_names() -> None:
+    images, names = drawings(range(2), 4)
+
+    class Named(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        classes = NAMES[:2]
+
+        def __len__(self) -> int:
+            return len(images)
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            return images[index], NAMES.index(names[index])
+
+    part = torch.utils.data.Subset(Named(), [0, 1, 4, 5])
+    assert ContinualClassifier(method="ncm").learn(part).images == {NAMES[0]: 2, NAMES[1]: 2}
+
+
+def test_epochs_of_a_method_without_training_are_refused() -> None:
+    with pytest.raises(BadOption, match="nothing to train"):
+        ContinualClassifier().learn(*drawings(range(2)), epochs=3)
+
+
+def test_the_temperature_is_fitted_to_held_out_images() -> None:
+    classifier = taught(range(6))
+    (task,) = classifier.tasks_
+    assert task["fitted_on"] == task["held_out"] > 0
+    assert task["temperature"] != classifier._method.temperature
+    images, names = drawings(range(6), test=True)
+    rows = [classifier.classes_.index(name) for name in names]
+
+    def surprise() -> float:
+        chances = classifier.predict_proba(images)
+        return float(-np.log(chances[np.arange(len(rows)), rows]).mean())
+
+    fitted = surprise()
+    classifier._tasks[0] = classifier._tasks[0].model_copy(update={"temperature": 1.0})
+    assert fitted < surprise()
+
+
 def test_before_any_class_is_learned_the_answer_is_clear() -> None:
     with pytest.raises(NotTaught, match="has not learned any class"):
         ContinualClassifier(method="ncm").predict(drawings([0])[0])
@@ -199,6 +239,9 @@ def test_before_any_class_is_learned_the_answer_is_clear() -> None:
         (3, None),
         ([], None),
         ([1, 2, 3], None),
+        ("a folder", ["a"]),
+        ([Image.new("L", (0, 0))], ["a"]),
+        ([Image.new("L", (28, 28))], ["a\x1b[2J"]),
     ],
 )
 def test_data_that_cannot_be_learned_are_refused(data: Any, labels: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -74,6 +75,78 @@ def test_all_bad_files_are_listed_before_anything_is_learned(tmp_path: Path) -> 
     assert not (tmp_path / "model").exists(), "nothing is left of a model that was not learned"
     assert "--skip-bad" in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+def test_skip_bad_goes_on_without_whatever_is_bad(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name in ("a", "b", "all bad"):
+        (data / name).mkdir(parents=True)
+        for number in range(5):
+            SOURCE.train.image(number).save(data / name / f"{number}.png")
+    for number in range(30):
+        picture("text", data / "a" / f"bad {number}.png")
+    for file in (data / "all bad").iterdir():
+        picture("empty", file)
+    (data / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (data / "b" / "knot.png").symlink_to(data / "b" / "knot.png")
+    SOURCE.train.image(0).save(data / "loose.png")
+    with pytest.raises(BadImages) as refused:
+        ContinualClassifier(method="ncm").learn(data)
+    assert all(f"bad {number}.png" in str(refused.value) for number in range(30)), "all are listed"
+    learned = ContinualClassifier(method="ncm").learn(data, skip_bad=True)
+    assert learned.images == {"a": 5, "b": 5}
+    assert len(learned.left_out) == 37
+    told = " ".join(learned.warnings)
+    assert "'all bad' has no image that can be read" in told
+    assert "1 images beside the class folders" in told
+    shown = coda("learn", str(tmp_path / "model"), str(data), "--skip-bad")
+    assert shown.returncode == 0
+    assert shown.stderr.replace("\n", " ").count("left out: ") == 37
+    assert "a 5, b 5" in shown.stderr.replace("\n", " ")
+    assert "28 x 28 px" in shown.stderr.replace("\n", " ")
+
+
+def test_bad_images_in_memory_are_listed_and_skipped(tmp_path: Path) -> None:
+    picture("truncated", tmp_path / "cut off.png")
+    lazy = Image.open(tmp_path / "cut off.png")
+    images = [SOURCE.train.image(0), lazy, SOURCE.train.image(1)]
+    with pytest.raises(BadImages, match="image 1"):
+        ContinualClassifier(method="ncm").learn(images, ["a", "a", "b"])
+    learned = ContinualClassifier(method="ncm").learn(images, ["a", "a", "b"], skip_bad=True)
+    assert learned.images == {"a": 1, "b": 1}
+
+
+def test_predictions_of_whatever_people_name(tmp_path: Path) -> None:
+    taught(range(2)).save(tmp_path / "model")
+    for name in ("x1", "x2"):
+        (tmp_path / name).mkdir()
+        SOURCE.test.image(0).save(tmp_path / name / "good.png")
+    odd = os.fsdecode(b"not-\xff-unicode.png")
+    SOURCE.test.image(0).save(tmp_path / "plain.png")
+    os.rename(tmp_path / "plain.png", tmp_path / odd)
+    asked = ["predict", "model", "x*", "nowhere.png", odd, "--json"]
+    refused = coda(*asked, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "nowhere.png: there is no such file" in refused.stderr
+    shown = coda(*asked, "--skip-bad", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    paths = [row["path"] for row in json.loads(shown.stdout)]
+    assert paths == ["x1/good.png", "x2/good.png", "not-\\xff-unicode.png"]
+    listed = coda("predict", "model", "-", "--csv", cwd=tmp_path, input="x1/good.png\r\nx2\r\n")
+    assert len(listed.stdout.splitlines()) == 3
+
+
+def test_names_command_no_terminal(tmp_path: Path) -> None:
+    taught(range(2)).save(tmp_path / "model")
+    SOURCE.test.image(0).save(tmp_path / "red\x1b[31m.png")
+    shown = coda(
+        "predict", "model", "red\x1b[31m.png", "gone\x1b[2J.png", "--skip-bad", cwd=tmp_path
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b" not in shown.stdout + shown.stderr
+    (tmp_path / "data" / "a\nb").mkdir(parents=True)
+    with pytest.raises(MissingData, match="control"):
+        ContinualClassifier(method="ncm").learn(tmp_path / "data")
 
 
 def test_a_photograph_lying_on_its_side_is_seen_upright(tmp_path: Path) -> None:

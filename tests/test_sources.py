@@ -322,7 +322,7 @@ def test_a_folder_name_that_is_no_text_is_an_error(tmp_path: Path) -> None:
         os.mkdir(os.fsencode(tmp_path) + b"/caf\xe9")
     except OSError:
         pytest.skip("this file system only has Unicode names")
-    with pytest.raises(MissingData, match=r"caf\\xe9.* is not Unicode\. Rename"):
+    with pytest.raises(MissingData, match=r"caf\\xe9.* is not Unicode.* Rename"):
         folder_source(tmp_path)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coda_prompt import __version__
+from coda_prompt.console import visible
 from coda_prompt.errors import CodaError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Model = Annotated[Path, typer.Argument(help="The model's folder.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 SkipBad = Annotated[bool, typer.Option(help="Go on without unreadable files.")]
 Methods = Annotated[
-    str | None, typer.Option(help="Comma-separated names, `all` in a benchmark; without: its own.")
+    str | None, typer.Option(help="Comma-separated names, or `all`; without: its own.")
 ]
 Out = Annotated[Path, typer.Option(help="Folder of the run folders.")]
 Data = Annotated[
@@ -341,12 +342,12 @@ def main() -> None:
     try:
         app()
     except CodaError as error:
-        typer.echo(f"coda: {error}", err=True)
+        typer.echo(f"coda: {visible(str(error))}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        typer.echo(f"coda: {_about(error)}", err=True)
+        typer.echo(f"coda: {visible(_about(error))}", err=True)
         sys.exit(CodaError.exit_code)
     except KeyboardInterrupt:
         typer.echo("coda: interrupted", err=True)

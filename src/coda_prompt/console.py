@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TypeVar
@@ -60,14 +61,30 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]], title: str | None
     for number, head in enumerate(heads):
         shown.add_column(escape(head), no_wrap=number == 0, overflow="fold")
     for row in rows:
-        shown.add_row(*(escape(cell) for cell in row))
+        shown.add_row(*(escape(visible(cell)) for cell in row))
     return shown
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """A line of plain text: brackets are no markup, and a name commands no terminal."""
+    console.print(visible(text), markup=False, style=style)
+
+
 def print_json(content: object) -> None:
-    print(json.dumps(content, indent=2, ensure_ascii=False))  # noqa: T201
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    # A name that is not Unicode has its bytes as JSON's own escapes.
+    print(text.encode("utf-8", "backslashreplace").decode())  # noqa: T201
 
 
 def printable(name: str) -> str:
     """A file's name as text, whatever bytes it has."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def visible(text: str) -> str:
+    """The text with control characters written out."""
+    return "".join(
+        letter if letter == "\n" or unicodedata.category(letter) not in ("Cc", "Cs", "Zl", "Zp")
+        else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for letter in text
+    )  # fmt: skip

@@ -104,17 +104,14 @@ class BadImage(CodaError):
 
 
 class BadImages(CodaError):
-    """Every file that cannot be read, told before anything is done."""
+    """Every image that cannot be read."""
 
-    def __init__(self, problems: Sequence[BadImage], most: int = 20) -> None:
-        lines = [f"  {problem}" for problem in problems[:most]]
-        if len(problems) > most:
-            lines.append(f"  and {len(problems) - most} more")
+    def __init__(self, problems: Sequence[BadImage]) -> None:
         self.problems = tuple(problems)
-        count = f"{len(problems)} files" if len(problems) > 1 else "A file"
+        count = f"{len(problems)} images" if len(problems) > 1 else "An image"
         super().__init__(
-            f"{count} cannot be used, and nothing was done. Mend or remove them, or pass "
-            "--skip-bad (skip_bad=True) to go on without them:\n" + "\n".join(lines)
+            f"{count} cannot be used. Mend or remove them, or pass --skip-bad (skip_bad=True) to "
+            "go on without them:\n" + "\n".join(f"  {problem}" for problem in problems)
         )
 
 
@@ -208,6 +205,14 @@ class ModelBusy(CodaError):
         super().__init__(
             f"{folder} is being changed by another process (pid {owner}). Wait until it has "
             "finished; predictions go on meanwhile."
+        )
+
+
+class ModelChanged(CodaError):
+    def __init__(self, folder: object) -> None:
+        super().__init__(
+            f"{folder} was changed by others since this classifier was read from it or saved to "
+            "it. Load it again and repeat what you learned, or save to another folder."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from coda_prompt.errors import MissingData
 
 FOLDERS_WANTED = "Point at a folder with one folder of images per class, or with train/ and test/."
 
+_CONTROLS = ("Cc", "Zl", "Zp")
 Identities = frozenset[tuple[int, int]]  # device and inode
 
 
@@ -21,14 +23,17 @@ def class_folders(root: Path) -> tuple[dict[str, str], int]:
     for entry in _entries(root):
         if _is_folder(entry):
             if _identity(entry.path) not in above:
-                folders[_unicode(root, entry.name)] = entry.path
+                folders[_named(root, entry.name)] = entry.path
         elif _is_image(entry):
             loose += 1
     return dict(sorted(folders.items())), loose
 
 
-def images_by_class(root: Path) -> dict[str, list[str]]:
-    """The images in and below each class folder, both sorted. No class is without one."""
+def images_by_class(root: Path, *, dangling: bool = False) -> dict[str, list[str]]:
+    """The images in and below each class folder, both sorted. No class is without one.
+
+    A link to a file that is not there is an error, unless such paths are wanted, too.
+    """
     folders, loose = class_folders(root)
     if not folders:
         found = f"{loose} images but no class folder" if loose else "no class folder"
@@ -36,6 +41,13 @@ def images_by_class(root: Path) -> dict[str, list[str]]:
     above = _identities_above(root)
     files = {name: sorted(_images_below(folder, above)) for name, folder in folders.items()}
     for name, paths in files.items():
+        for path in () if dangling else paths:
+            if os.path.islink(path) and not os.path.exists(path):
+                raise MissingData(
+                    path,
+                    "this is a link to a file that is not there",
+                    "Fetch the file or remove the link.",
+                )
         if not paths:
             raise MissingData(
                 folders[name],
@@ -93,13 +105,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _is_image(entry: os.DirEntry[str]) -> bool:
     if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
         return False
-    if entry.is_symlink() and not os.path.exists(entry.path):
-        raise MissingData(
-            entry.path,
-            "this is a link to a file that is not there",
-            "Fetch the file or remove the link.",
-        )
-    return os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file()
+    if not entry.is_symlink():
+        return entry.is_file()
+    return os.path.isfile(entry.path) or not os.path.exists(entry.path)
 
 
 def _identity(folder: str | Path) -> tuple[int, int]:
@@ -113,11 +121,17 @@ def _identities_above(root: Path) -> Identities:
     return frozenset(_identity(folder) for folder in (resolved, *resolved.parents))
 
 
-def _unicode(root: Path, name: str) -> str:
+def is_name(text: str) -> bool:
+    """Whether this can be the name of a class: Unicode, no control character, not empty."""
     try:
-        name.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
-        raise MissingData(
-            root, f"the folder name {os.fsencode(name)!r} is not Unicode", "Rename the folder."
-        ) from None
+        return False
+    return bool(text) and not any(unicodedata.category(letter) in _CONTROLS for letter in text)
+
+
+def _named(root: Path, name: str) -> str:
+    if not is_name(name):
+        problem = f"the folder name {os.fsencode(name)!r} is not Unicode or has control characters"
+        raise MissingData(root, problem, "Rename the folder.")
     return name

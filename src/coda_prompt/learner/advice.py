@@ -14,6 +14,8 @@ from coda_prompt.errors import listed
 from coda_prompt.learner.inputs import Labelled
 from coda_prompt.pixels import Pixels
 
+UNKNOWN = "unknown"
+"""What a prediction says where no class is likely enough."""
 FEW = 5
 IMBALANCE = 10
 MOST_COMPARED = 300
@@ -47,8 +49,25 @@ def warnings(images: Labelled, known: Sequence[str], backbone: str, pixels: Pixe
         f"class names '{first}' and '{second}' look like one class written in two ways"
         for first, second in near_duplicates(list(counts), known)
     ]
+    if len({*known, *counts}) == 1:
+        found.append("it is the only class yet: every image will be taken for it")
+    if UNKNOWN in counts:
+        found.append(f"class '{UNKNOWN}' has the name that 'coda predict --unknown-below' answers")
     found += _about_pixels(images, backbone, pixels)
-    return found
+    return [*images.remarks, *found]
+
+
+def summary(images: Labelled) -> str:
+    """How many images of which classes and which size."""
+    counts = images.counts()
+    some = _some(images)
+    sides = sorted(image.size for image in some)
+    smallest, largest = sides[0], sides[-1]
+    size = f"{smallest[0]} x {smallest[1]}"
+    if largest != smallest:
+        size += f" to {largest[0]} x {largest[1]}"
+    each = listed([f"{name} {count}" for name, count in counts.items()], 12)
+    return f"{len(counts)} classes, {sum(counts.values())} images of {size} px: {each}"
 
 
 def near_duplicates(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
@@ -86,10 +105,7 @@ def _numbered(first: str, second: str) -> bool:
 
 
 def _about_pixels(images: Labelled, backbone: str, pixels: Pixels) -> list[str]:
-    count = len(images.split)
-    places = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int))
-    looked: list[Any] = [images.split.image(int(place)) for place in places]
-    found = []
+    looked, found = _some(images), []
     side = float(np.median([min(image.size) for image in looked]))
     if side < pixels.size / 2:
         found.append(
@@ -102,6 +118,13 @@ def _about_pixels(images: Labelled, backbone: str, pixels: Pixels) -> list[str]:
             "--backbone vit-b16-in21k, or deit-tiny on a slow machine"
         )
     return found
+
+
+def _some(images: Labelled) -> list[Any]:
+    """Images from first to last."""
+    count = len(images.split)
+    places = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int))
+    return [images.split.image(int(place)) for place in places]
 
 
 def _photographs(images: Sequence[Any]) -> bool:

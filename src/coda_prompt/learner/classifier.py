@@ -20,7 +20,14 @@ from coda_prompt import __version__, methods
 from coda_prompt.data.images import Augmentation, sufficient
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
-from coda_prompt.errors import BadOption, CorruptFile, NothingToUndo, NotTaught, WrongBackbone
+from coda_prompt.errors import (
+    BadOption,
+    CorruptFile,
+    ModelChanged,
+    NothingToUndo,
+    NotTaught,
+    WrongBackbone,
+)
 from coda_prompt.files import as_json
 from coda_prompt.learner import advice, store
 from coda_prompt.learner.calibration import (
@@ -76,6 +83,7 @@ class ContinualClassifier:
         if "width" in methods.find(method).type.Config.__dataclass_fields__:
             features = self._backbone.vit.config.width
             options.setdefault("width", min(LARGEST_PROJECTION, 16 * features))
+            options.setdefault("blend", True)
         self._method = methods.make(method, self._backbone.vit, **options)
         pocket = POCKET_TRAINING if backbone == "pocket" else {}
         self._training: Training = make_config(Training, "the training", {**pocket, **of_training})
@@ -89,6 +97,8 @@ class ContinualClassifier:
         """As it was read or written, where nothing has changed since."""
         self._previous: store.Model | Path | None = None
         """Before the newest task; a folder: to be read there when it is needed."""
+        self._home: tuple[Path, str | None] | None = None
+        """The folder it was read from or saved to, and the hash of the model there."""
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -149,6 +159,9 @@ class ContinualClassifier:
         """
         if not 0 <= validation < 1:
             raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
+        if epochs is not None and self._method.closed_form:
+            problem = f"{self.method_name} has nothing to train; leave it out"
+            raise BadOption("learn", "epochs", problem)
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
@@ -270,15 +283,23 @@ class ContinualClassifier:
     # -- keeping
 
     def save(self, folder: str | Path) -> None:
-        """Write the model; whenever this stops, the folder holds one whole version."""
-        with store.writing(Path(folder)):
-            self.write(Path(folder))
+        """Write the model; whenever this stops, the folder holds one whole version.
+
+        A model of another origin is replaced; one that others changed since this classifier was
+        read from there is not.
+        """
+        place = Path(folder)
+        with store.writing(place):
+            home = (place.resolve(), store.digest_on_disk(place))
+            if self._home is not None and self._home[0] == home[0] and self._home != home:
+                raise ModelChanged(place)
+            self.write(place)
 
     def write(self, folder: Path) -> None:
         """As `save`, for one who holds the folder's lock already."""
         model = self._model()
         store.write_model(folder, model, self._past(), card_of(model.description))
-        self._current = model
+        self._current, self._home = model, (folder.resolve(), store.digest_on_disk(folder))
 
     @classmethod
     def load(
@@ -293,6 +314,7 @@ class ContinualClassifier:
         made = cls._made_as(model.description, place, backbone, device)
         made._take(model, place)
         made._current, made._previous = model, place
+        made._home = (place.resolve(), store.digest_on_disk(place))
         return made
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -480,7 +502,9 @@ class ContinualClassifier:
     def _past(self) -> store.Model | None:
         """The model before the newest task."""
         if isinstance(self._previous, Path):
-            self._previous = store.read_previous(self._previous)
+            found = store.read_previous(self._previous)
+            others = found is None or found.description.tasks != self._tasks[:-1]
+            self._previous = None if others else found
         return self._previous
 
     @classmethod
@@ -510,8 +534,10 @@ class ContinualClassifier:
         return made
 
     def _take(self, model: store.Model, place: object) -> None:
-        if not all(tensor.isfinite().all() for tensor in model.tensors.values()):
-            raise CorruptFile(place, "it holds numbers that are not finite")
+        for tensor in model.tensors.values():
+            counts = not tensor.is_floating_point()
+            if not tensor.isfinite().all() or (counts and (tensor < 0).any()):
+                raise CorruptFile(place, "it holds numbers that cannot be")
         self._method.load_learned_state(model.tensors)
         if self._method.classes_seen != len(model.description.classes):
             raise CorruptFile(place, "it names more or fewer classes than it has learned")

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
-from coda_prompt.console import Bar, messages, output, print_json, printable, table
+from coda_prompt.console import Bar, messages, output, print_json, printable, say, table
 from coda_prompt.data.images import open_image
 from coda_prompt.errors import (
     BadImage,
@@ -24,6 +24,7 @@ from coda_prompt.errors import (
     listed,
 )
 from coda_prompt.learner import store
+from coda_prompt.learner.advice import UNKNOWN, summary
 from coda_prompt.learner.card import card_of, percent
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.inputs import Labelled, image_paths
@@ -33,7 +34,6 @@ from coda_prompt.training.keeping import heed
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
 
-UNKNOWN = "unknown"
 AT_ONCE = 64
 """Images that are read and predicted together."""
 
@@ -67,15 +67,14 @@ def learn(
             counts = images.counts()
             if completed and classifier.tasks_[-1]["images"] == counts:
                 raise LearnedBefore(model)
-            left_out = f", {len(images.bad)} unreadable files left out" if images.bad else ""
-            console.print(
-                f"{len(counts)} classes, {sum(counts.values())} images "
-                f"({min(counts.values())} to {max(counts.values())} a class){left_out}; "
-                f"{classifier.method_name} on {classifier.backbone_name}",
-                markup=False,
+            say(
+                console,
+                f"{summary(images)}; {classifier.method_name} on {classifier.backbone_name}",
             )
+            for problem in images.bad:
+                say(console, f"left out: {problem}")
             for warning in warnings:
-                console.print(f"warning: {warning}", style="yellow", markup=False)
+                say(console, f"warning: {warning}", style="yellow")
             heeding.enter_context(stop.heeded())
 
         with Going(console) as going:
@@ -118,7 +117,7 @@ def predict(
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
     classifier = ContinualClassifier.load(model, device=device)
     if list(places) == ["-"]:
-        places = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        places = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     paths = image_paths(places)
     if not paths:
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
@@ -140,7 +139,7 @@ def evaluate(model: Path, folder: str, *, device: str, skip_bad: bool, as_json: 
     with Going(messages()) as going:
         found = classifier.evaluate(folder, skip_bad=skip_bad, on_event=going.on_event)
     for problem in found.left_out:
-        messages().print(f"left out: {problem}", markup=False)
+        say(messages(), f"left out: {problem}")
     if as_json:
         print_json(dataclasses.asdict(found))
         return
@@ -178,11 +177,11 @@ def info(model: Path, *, as_json: bool) -> None:
     kept = sizes.get(store.PREVIOUS)
     undo = "" if kept is None else f" (and {kept / 1e6:.2f} MB to undo the newest task)"
     console = output()
-    console.print(
+    say(
+        console,
         f"{printable(str(model))}: {len(description.classes)} classes in {len(description.tasks)} "
         f"tasks, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
-        markup=False,
     )
     rows = [
         [
@@ -206,17 +205,15 @@ def undo(model: Path) -> None:
         previous = store.read_previous(model)
         store.restore_previous(model, card_of(previous.description) if previous else "")
     kept = store.read_model(model).description
-    messages().print(
-        f"{printable(str(model))}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks",
-        markup=False,
-    )
+    where = printable(str(model))
+    say(messages(), f"{where}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks")
 
 
 def export(model: Path, out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise MissingData(out.parent, "there is no such folder", "Make it first.")
     ContinualClassifier.load(model).export_onnx(out)
-    messages().print(f"{printable(str(out))}: {out.stat().st_size / 1e6:.1f} MB", markup=False)
+    say(messages(), f"{printable(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
 
 
 class Going(Bar):
@@ -253,7 +250,7 @@ def _predictions(
             if bad and not skip_bad:
                 raise BadImages(bad)
             for problem in bad:
-                messages().print(f"left out: {problem}", markup=False)
+                say(messages(), f"left out: {problem}")
             chances: Any = classifier.predict_proba(images) if images else []
             for name, own in zip(names, chances, strict=True):
                 best = own.argsort()[::-1][: max(1, top)]
@@ -314,4 +311,4 @@ def _show_learned(learned: Learned, classifier: ContinualClassifier, model: Path
     lines.append(f"{printable(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s")
     console = output()
     for line in lines:
-        console.print(line, markup=False)
+        say(console, line)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import Subset
 
 from coda_prompt.data import hub
 from coda_prompt.data.folders import (
@@ -21,6 +22,7 @@ from coda_prompt.data.folders import (
     class_folders,
     images_below,
     images_by_class,
+    is_name,
 )
 from coda_prompt.data.hub import HubSplit
 from coda_prompt.data.images import open_image, upright
@@ -35,7 +37,7 @@ class MemorySplit:
 
     domains: Integers | None = None
 
-    def __init__(self, images: Sequence[Any], labels: Integers) -> None:
+    def __init__(self, images: Any, labels: Integers) -> None:
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
@@ -44,6 +46,10 @@ class MemorySplit:
     def image(self, index: int, shortest: int | None = None) -> Image.Image:
         held = self.images[index]
         return as_image(held[0] if isinstance(held, tuple | list) else held)
+
+    def only(self, places: Sequence[int]) -> MemorySplit:
+        chosen = self.images if len(places) == len(self) else Subset(self.images, places)
+        return MemorySplit(chosen, self.labels[np.asarray(places, np.int64)])
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.labels.tobytes())
@@ -60,7 +66,9 @@ class Labelled:
     split: FileSplit | ArraySplit | MemorySplit | HubSplit
     names: tuple[str, ...]
     bad: tuple[BadImage, ...] = ()
-    """Files that cannot be read and were left out."""
+    """Images that cannot be read and were left out."""
+    remarks: tuple[str, ...] = ()
+    """What else was left out, and why."""
 
     def counts(self) -> dict[str, int]:
         counted = np.bincount(self.split.labels, minlength=len(self.names))
@@ -85,12 +93,14 @@ def labelled(
 
 
 def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
+    if isinstance(data, str | os.PathLike) and labels is not None:
+        raise BadOption("the images", "labels", "a folder names its classes itself; leave them out")
     if isinstance(data, str) and data.startswith(hub.PREFIX):
         return Labelled(*hub.hub_part(data.removeprefix(hub.PREFIX), part))
     if isinstance(data, str | os.PathLike):
         return _folder(Path(data), skip_bad)
     if labels is None:
-        return _dataset(data)
+        return _dataset(data, skip_bad)
     split = unlabelled(data)
     named = [str(label) for label in _checked_labels(labels)]
     if len(named) != len(split):
@@ -99,6 +109,8 @@ def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
     if isinstance(split, FileSplit):
         return _readable(split.paths, rows, names, skip_bad)
     split.labels = rows
+    if isinstance(split, MemorySplit):
+        return _decodable(split, names, skip_bad)
     return Labelled(split, names)
 
 
@@ -130,26 +142,30 @@ def _is_one(data: Any) -> bool:
 
 
 def image_paths(places: Iterable[Paths]) -> list[str]:
-    """Files, the images in and below folders, and what patterns like `*.png` stand for."""
+    """Files, the images in and below folders, and what patterns like `*.png` stand for.
+
+    A name that stands for nothing stays, to be told with the files that cannot be read.
+    """
     paths: list[str] = []
     for place in places:
         root = Path(place).expanduser()
-        if root.is_dir():
-            found = images_below(root)
-        elif root.is_file():
-            found = [str(root)]
-        else:
-            found = sorted(glob.glob(str(root), recursive=True))
-        if not found:
-            problem = "there is no image in it" if root.is_dir() else "there is no such file"
-            raise MissingData(root, problem, "Name files, folders of images or a pattern.")
-        paths += found
+        there = root.exists() or root.is_symlink()
+        matches = [str(root)] if there else sorted(glob.glob(str(root), recursive=True))
+        for match in matches or [str(root)]:
+            if not os.path.isdir(match):
+                paths.append(match)
+            elif found := images_below(Path(match)):
+                paths += found
+            elif there:
+                raise MissingData(root, "there is no image in it", "Name files or folders.")
     return paths
 
 
 def as_image(value: Any) -> Image.Image:
     """A PIL image from what a list or a dataset holds."""
     if isinstance(value, Image.Image):
+        if not (value.width and value.height):
+            raise BadOption("an image", "shape", "it has no pixel")
         return upright(value.copy())
     if isinstance(value, str | os.PathLike):
         return open_image(value)
@@ -177,17 +193,21 @@ def _folder(root: Path, skip_bad: bool) -> Labelled:
     if not root.is_dir():
         problem = "this is not a folder" if root.exists() else "there is no such folder"
         raise MissingData(root, problem, FOLDERS_WANTED)
-    folders, _ = class_folders(root)
+    folders, loose = class_folders(root)
     if folders.keys() and folders.keys() <= {"train", "test", "val", "valid", "validation"}:
         raise MissingData(
             root,
             f"it holds {', '.join(folders)}, which are parts of a dataset and no classes",
             f"Point at one of them, for example {root / next(iter(folders))}.",
         )
-    files = images_by_class(root)
+    files = images_by_class(root, dangling=True)
     rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
     paths = tuple(path for group in files.values() for path in group)
-    return _readable(paths, rows, tuple(files), skip_bad)
+    found = _readable(paths, rows, tuple(files), skip_bad)
+    if not loose:
+        return found
+    beside = f"{loose} images beside the class folders are not learned: they have no class"
+    return replace(found, remarks=(*found.remarks, beside))
 
 
 def _readable(
@@ -196,18 +216,43 @@ def _readable(
     """All files that cannot be read are told together, or left out where that is wanted."""
     with ThreadPoolExecutor() as pool:
         problems = list(pool.map(_problem, paths))
+    good, bad, remarks = _sorted_out(problems, rows, names, skip_bad)
+    return Labelled(FileSplit([paths[place] for place in good], rows[good]), names, bad, remarks)
+
+
+def _decodable(split: MemorySplit, names: tuple[str, ...], skip_bad: bool) -> Labelled:
+    """As `_readable`, for what a list or a dataset holds."""
+
+    def problem(place: int) -> BadImage | None:
+        try:
+            split.image(place).load()
+        except BadImage as found:
+            return found
+        except BadOption:
+            raise  # the caller's mistake, the same for all images
+        except Exception as found:  # noqa: BLE001 (a decoder, or a dataset of others, may raise anything)
+            return BadImage(f"image {place}", " ".join(str(found).split()).rstrip("."))
+        return None
+
+    problems = [problem(place) for place in range(len(split))]
+    good, bad, remarks = _sorted_out(problems, split.labels, names, skip_bad)
+    return Labelled(split.only(good), names, bad, remarks)
+
+
+def _sorted_out(
+    problems: Sequence[BadImage | None], rows: Integers, names: tuple[str, ...], skip_bad: bool
+) -> tuple[list[int], tuple[BadImage, ...], tuple[str, ...]]:
+    """Places of good images, the bad ones, and a word on classes that have none left."""
     bad = tuple(problem for problem in problems if problem is not None)
     if bad and not skip_bad:
         raise BadImages(bad)
     good = [place for place, problem in enumerate(problems) if problem is None]
-    split = FileSplit([paths[place] for place in good], rows[good])
-    present = set(split.labels.tolist())
+    present = {int(rows[place]) for place in good}
     empty = [name for row, name in enumerate(names) if row not in present]
-    if empty:
-        raise MissingData(
-            f"class '{empty[0]}'", "has no image that can be read", "Add some, or leave it out."
-        )
-    return Labelled(split, names, bad)
+    if bad and not good:
+        raise BadImages(bad)
+    remarks = tuple(f"class '{name}' has no image that can be read: left out" for name in empty)
+    return good, bad, remarks
 
 
 def _problem(path: str) -> BadImage | None:
@@ -218,7 +263,7 @@ def _problem(path: str) -> BadImage | None:
     return None
 
 
-def _dataset(data: Any) -> Labelled:
+def _dataset(data: Any, skip_bad: bool) -> Labelled:
     """Anything with a length that gives (image, label) pairs, or a dataset of the hub's package."""
     if hasattr(data, "features") and hasattr(data, "column_names"):
         return Labelled(*hub.labelled_rows("the dataset", data))
@@ -235,12 +280,15 @@ def _dataset(data: Any) -> Labelled:
         raise BadOption(
             "the images", "data", "without labels it has to give pairs of an image and its class"
         ) from error
-    known = getattr(data, "classes", None)
+    known, inner = getattr(data, "classes", None), data
+    while known is None and hasattr(inner, "dataset"):  # a part of another dataset
+        inner = inner.dataset
+        known = getattr(inner, "classes", None)
     labels = _checked_labels(found)
     names, rows = _numbered(
         [str(known[label]) if known and isinstance(label, int) else str(label) for label in labels]
     )
-    return Labelled(MemorySplit(data, rows), names)
+    return _decodable(MemorySplit(data, rows), names, skip_bad)
 
 
 def _numbered(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:
@@ -255,14 +303,6 @@ def _checked_labels(labels: Any) -> list[str | int]:
     if not all(isinstance(value, str | int) for value in values):
         raise BadOption("the images", "labels", "classes are named by strings or whole numbers")
     for value in values:
-        if isinstance(value, str) and (not value or not _is_unicode(value)):
+        if isinstance(value, str) and not is_name(value):
             raise BadOption("the images", "labels", f"{value!r} cannot be the name of a class")
     return values
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from coda_prompt.data.folders import is_name
 from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
 from coda_prompt.files import LOCK, OWNER, FileFields, exclusive, write_atomically
 
@@ -82,6 +83,8 @@ class Description(FileFields):
             raise ValueError("the classes are not those of its tasks")
         if len(set(self.classes)) < len(self.classes):
             raise ValueError("a class is there twice")
+        if not all(is_name(name) for name in self.classes):
+            raise ValueError("a class has no proper name")
         return self
 
 
@@ -173,6 +176,17 @@ def writing(folder: Path) -> Iterator[bool]:
             (folder / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def digest_on_disk(folder: Path) -> str | None:
+    """The hash that a folder's model names in its header; None: there is no such model."""
+    try:
+        with (folder / MODEL).open("rb") as file:
+            start = file.read(8)
+            text = file.read(min(int.from_bytes(start, "little"), LARGEST_HEADER))
+        return str(json.loads(text)["__metadata__"]["sha256"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def size_on_disk(folder: Path) -> dict[str, int]:

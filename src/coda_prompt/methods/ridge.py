@@ -30,7 +30,11 @@ MOST_FOR_RIDGE = 4000
 FEWEST_FOR_RIDGE = 10
 UNCHOSEN = 1e-5
 """The ridge in shares of the Gram matrix's trace while all tasks had one class: good on pocket."""
-MOST_FEATURES = 50_000
+MOST_FEATURES = 20_000
+PART = 4096
+"""Images that are projected at once."""
+MOST_OF_A_ROW = 0.5
+"""Share of a row of a task's Gram matrix that may come from one image."""
 RESOLVED = 1e-6
 """Below this share the rounding of a float32 Gram matrix outweighs the ridge."""
 
@@ -43,6 +47,8 @@ class RidgeConfig(MethodConfig):
     """Random features; None: 16 per feature of the backbone, at most 10,000."""
     ridge: float | None = Field(default=None, gt=0)
     """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
+    blend: bool = False
+    """Keep no image's features in the sums, however few images a task has. `coda learn` does."""
 
 
 class RidgeClassifier(Method):
@@ -57,7 +63,7 @@ class RidgeClassifier(Method):
         super().__init__(backbone, config)
         features = backbone.config.width
         width = config.width or min(10_000, 16 * features)
-        self.statistics = RandomRidge(features, width, config.ridge)
+        self.statistics = RandomRidge(features, width, config.ridge, blend=config.blend)
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
@@ -78,9 +84,11 @@ class RandomRidge(nn.Module):
     ridge: Tensor
     errors: Tensor
 
-    def __init__(self, width: int, projected: int, ridge: float | None) -> None:
+    def __init__(
+        self, width: int, projected: int, ridge: float | None, *, blend: bool = False
+    ) -> None:
         super().__init__()
-        self.width, self.projected, self.fixed_ridge = width, projected, ridge
+        self.width, self.projected, self.fixed_ridge, self.blend = width, projected, ridge, blend
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
         # A symmetric matrix, the rows of its upper triangle one after another.
         self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
@@ -106,11 +114,14 @@ class RandomRidge(nn.Module):
         if self.fixed_ridge is None and _can_choose(labels):
             self.errors = self.errors + self._held_out_errors(features, labels, task)
             self.ridge = self.ridge.new_tensor(RIDGES[int(self.errors.argmin())])
-        gram, sums = self._unpacked(), self.sums
-        for part, part_labels in zip(features.split(4096), labels.split(4096), strict=True):
-            hidden = self.hidden(part).to(gram.dtype)
+        gram, (added, mixed) = self._unpacked(), self._added(features, labels)
+        means = (added / torch.bincount(labels, minlength=self.classes).clamp(min=1)).T
+        for part, part_labels in zip(features.split(PART), labels.split(PART), strict=True):
+            hidden = self.hidden(part)
+            if self.blend:
+                hidden = torch.where(mixed, hidden, means[part_labels])
             gram = gram + hidden.T @ hidden
-            sums = sums.index_add(1, part_labels, hidden.T)
+        sums = self.sums + added
         self.gram = torch.cat([row[place:] for place, row in enumerate(gram)])
         self.sums = sums
         # On the CPU in float64, which not every accelerator has.
@@ -142,6 +153,22 @@ class RandomRidge(nn.Module):
             drawn = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
             held = self._projection = (seed, torch.from_numpy(drawn).to(like.device))
         return held[1].to(like.dtype)
+
+    def _added(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of these images, and which random features answer to several of them.
+
+        In the Gram matrix the row of a feature that answers to one image would be that image's
+        vector h, scaled: an embedding of a single image in the file of a model. Blended, such a
+        feature counts there with its mean over the class instead.
+        """
+        total = most = self.gram.new_zeros(self.projected)
+        added = torch.zeros_like(self.sums)
+        for part, part_labels in zip(features.split(PART), labels.split(PART), strict=True):
+            hidden = self.hidden(part)
+            added = added.index_add(1, part_labels, hidden.T)
+            weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
+            total, most = total + weight.sum(dim=0), most.maximum(weight.amax(dim=0))
+        return added, most <= MOST_OF_A_ROW * total
 
     def _used_ridge(self, trace: float) -> float:
         """The one given or chosen; before there was anything to choose it on, in scale."""
