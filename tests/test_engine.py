@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_fabric import Fabric
+from PIL import Image
 from small import AUGMENTED_VIEWS, PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 
@@ -19,13 +22,16 @@ from coda_prompt.errors import (
     BadImage,
     BadOption,
     ClassInTwoTasks,
+    CodaError,
     EmptyTask,
+    LostLoader,
     NonFiniteLoss,
     NotLearned,
     UnfinishedTask,
     UnknownName,
     WrongRows,
 )
+from coda_prompt.learner.inputs import MemorySplit
 from coda_prompt.methods import Loss, Method
 from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights, folded
@@ -672,3 +678,41 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_images() -> None:
     losses = engine.learn(method, task)
     steps = [event.loss for event in events if event.kind == "step"]
     assert losses == [pytest.approx((8 * steps[0] + 1 * steps[1]) / 9)]
+
+
+# -- processes that read images
+
+
+class Reads(MemorySplit):
+    """Images that are there in the first process, and in the others do what is told."""
+
+    def __init__(self, deed: str) -> None:
+        super().__init__(np.zeros((8, 16, 16), np.uint8), np.zeros(8, np.int64))
+        self.deed, self.parent = deed, os.getpid()
+
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+        if os.getpid() != self.parent and self.deed == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.deed == "refuse":
+            raise BadImage("a.png", "it cannot be decoded")
+        return super().image(index)
+
+
+@pytest.mark.parametrize(
+    ("deed", "workers", "kind", "words"),
+    [
+        ("die", 1, LostLoader, "reads images died"),
+        ("refuse", 1, CodaError, "a.png: it cannot be decoded"),
+        ("refuse", 0, BadImage, "a.png: it cannot be decoded"),
+    ],
+)
+def test_what_happens_to_a_process_that_reads_images_is_told(
+    deed: str, workers: int, kind: type[CodaError], words: str
+) -> None:
+    samples = Samples(Reads(deed), np.arange(8), np.zeros(8, np.int64))
+    method = methods.make("coda-p", tiny_vit())
+    before = {name: held.clone() for name, held in method.learned_state().items()}
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=4, workers=workers))
+    with pytest.raises(kind, match=words):
+        engine.learn(method, Task(0, (0,), samples, samples))
+    assert all(torch.equal(held, before[name]) for name, held in method.learned_state().items())

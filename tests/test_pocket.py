@@ -13,6 +13,7 @@ import torch
 from coda_prompt.data import pocket
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.renditions import STYLES, render, style_of
+from coda_prompt.errors import CorruptFile
 from coda_prompt.model.catalog import load_backbone
 
 ASSETS = resources.files("coda_prompt") / "assets"
@@ -90,7 +91,7 @@ def test_an_asset_that_is_a_pickle_is_refused(
 ) -> None:
     np.savez(tmp_path / "pocket-drawings.npz", drawings=np.array([{}]), classes=np.array(["a"]))
     monkeypatch.setattr(pocket.resources, "files", lambda _: Parent(tmp_path))
-    with pytest.raises(ValueError, match="allow_pickle"):
+    with pytest.raises(CorruptFile, match="allow_pickle"):
         pocket_source()
 
 

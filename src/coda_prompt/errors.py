@@ -265,6 +265,15 @@ class LostWorker(CodaError):
         )
 
 
+class LostLoader(CodaError):
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"A process that reads images died ({cause}; a kill often means that memory ran out). "
+            "What was done is kept: run the same command again, with fewer training.workers if "
+            "memory was short."
+        )
+
+
 class Interrupted(CodaError):
     """Stopped by Ctrl-C or a polite kill, with everything kept."""
 

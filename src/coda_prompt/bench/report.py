@@ -94,12 +94,12 @@ def read_run(folder: Path) -> FinishedRun:
         inputs = hashes(surroundings)
         method, seed = config["method"], config["training"]["seed"]
         run = FinishedRun(method, seed, config, result, inputs, folder)
-        run.measures()
         _check_matrices(run)
+        run.measures()
         config["name"], config["implementation"], config["options"]
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptFile(folder, f"is not a run folder ({error!r})") from error
     return run
 

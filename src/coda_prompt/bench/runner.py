@@ -213,11 +213,15 @@ def execute(
 def _restored(result: Result, found: Checkpoint) -> int:
     """Fill in what had been measured; how much of the log belongs to it comes back."""
     held = found.notes
-    result.matrix[:], result.own_classes[:] = (
-        np.array(held[name], dtype=float) for name in ("matrix", "own_classes")
-    )
-    result.losses[:] = held["losses"]
-    return int(held["log"])
+    try:
+        result.matrix[:], result.own_classes[:] = (
+            np.array(held[name], dtype=float) for name in ("matrix", "own_classes")
+        )
+        result.losses[:] = held["losses"]
+        float(held["seconds"])
+        return int(held["log"])
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptFile(CHECKPOINTS, "its notes are not those of a run") from error
 
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:

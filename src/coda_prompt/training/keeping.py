@@ -109,7 +109,11 @@ class Keeper:
         for file in self._learned:
             for name, tensor in self._tensors(file).items():
                 if name in file.appended:
-                    tensor = torch.cat([state[name], tensor], method.grows[name])
+                    try:
+                        tensor = torch.cat([state[name], tensor], method.grows[name])
+                    except (KeyError, RuntimeError, IndexError) as error:
+                        problem = f"'{name}' does not continue what is there"
+                        raise CorruptFile(self.folder / file.name, problem) from error
                 state[name] = tensor
         if state:
             method.load_learned_state(state)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from coda_prompt.data.images import (
     Augmentation,
@@ -18,6 +18,7 @@ from coda_prompt.data.images import (
     view_generator,
 )
 from coda_prompt.data.stream import Samples
+from coda_prompt.errors import CodaError, LostLoader
 from coda_prompt.pixels import Pixels
 from coda_prompt.seeding import keyed_generator
 
@@ -66,6 +67,12 @@ class Batch(NamedTuple):
         return Batch(self.images[rows], self.labels[rows], self.positions[rows], self.view)
 
 
+class _Failed(NamedTuple):
+    """What a loader process sends where an image cannot be read: errors do not travel whole."""
+
+    message: str
+
+
 class _Views(Dataset[Any]):
     def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
         self.samples, self.views, self.epoch = samples, views, epoch
@@ -83,9 +90,14 @@ class _Views(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, position: int) -> tuple[Tensor, int, int]:
+    def __getitem__(self, position: int) -> tuple[Tensor, int, int] | _Failed:
         views, epoch = self.views, self.epoch
-        image = self.samples.image(position, self.shortest)
+        try:
+            image = self.samples.image(position, self.shortest)
+        except CodaError as error:
+            if get_worker_info() is None:
+                raise
+            return _Failed(str(error))
         if epoch is None or views.augmentation is None:
             view = test_view(image, views.pixels, views.resize)
         else:
@@ -93,7 +105,9 @@ class _Views(Dataset[Any]):
             view = training_view(image, views.pixels, views.augmentation, random)
         return view, int(self.samples.labels[position]), position
 
-    def collate(self, items: Sequence[tuple[Tensor, int, int]]) -> Batch:
+    def collate(self, items: Sequence[tuple[Tensor, int, int] | _Failed]) -> Batch | _Failed:
+        if failed := [item for item in items if isinstance(item, _Failed)]:
+            return failed[0]
         if not items:  # this process has no share of a small batch
             pixels = self.views.pixels
             empty = torch.zeros(0, dtype=torch.int64)
@@ -113,7 +127,7 @@ def batches(
 ) -> Iterator[Batch]:
     """One batch for each list of positions in `order`; augmented where an epoch is given."""
     dataset = _Views(samples, views, epoch)
-    loader: DataLoader[Batch] = DataLoader(
+    loader: DataLoader[Batch | _Failed] = DataLoader(
         dataset,
         batch_sampler=order,
         collate_fn=dataset.collate,
@@ -121,4 +135,12 @@ def batches(
         pin_memory=torch.cuda.is_available(),
         generator=keyed_generator(0, "workers"),
     )
-    return iter(loader)
+    try:
+        for batch in loader:
+            if isinstance(batch, _Failed):
+                raise CodaError(batch.message)
+            yield batch
+    except RuntimeError as error:
+        if workers and "DataLoader worker" in str(error):
+            raise LostLoader(" ".join(str(error).split("\n", 1)[0].split())) from error
+        raise
