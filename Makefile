@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo lint types test test-slow bench clean
+.PHONY: install demo serve lint types test test-slow bench clean
 
 install: $(VENV)/.installed
 
@@ -15,6 +15,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/coda bench pocket --trials 1 --jobs 2 --out runs/demo
+
+serve: install
+	$(BIN)/coda serve
 
 lint: install
 	$(BIN)/ruff check .

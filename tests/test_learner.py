@@ -17,6 +17,7 @@ from coda_prompt.errors import (
     NotTaught,
 )
 from coda_prompt.learner import advice
+from coda_prompt.learner.calibration import expected_calibration_error
 from coda_prompt.learner.inputs import Labelled, MemorySplit, image_paths, labelled
 from coda_prompt.pixels import Pixels
 
@@ -134,6 +135,50 @@ def test_one_class_after_another_beats_nearest_class_mean_by_three_points() -> N
     assert accuracies[None] >= accuracies["ncm"] + 0.03
 
 
+def test_a_few_images_of_a_new_class_count_beside_many_of_old_ones() -> None:
+    """And where all classes have as many, every class counts alike anyway."""
+    old, labels = drawings(range(10), 80)
+    tests = drawings(range(10), test=True)
+    scores = {}
+    for balance in (False, True):
+        classifier = ContinualClassifier(balance=balance)
+        classifier.learn(old, labels, validation=0)
+        before = classifier.score(*tests)
+        scores[balance, "before"] = before
+        classifier.learn(*drawings([20, 21], 5), validation=0)
+        found = classifier.evaluate(*drawings([20, 21], test=True)).accuracy
+        scores[balance, "new"], scores[balance, "old"] = found, classifier.score(*tests)
+    assert scores[True, "before"] == pytest.approx(scores[False, "before"], abs=0.006)
+    assert scores[True, "new"] > scores[False, "new"] + 0.2
+    assert scores[True, "new"] > 0.3
+    assert scores[True, "old"] > scores[True, "before"] - 0.08
+
+
+def test_what_is_told_after_learning_is_what_is_measured() -> None:
+    classifier = ContinualClassifier(method="ncm")
+    images, labels = drawings(range(12), 20)
+    classifier.learn(images, labels, validation=0)
+    held: list[int] = []
+    inner = classifier._task
+
+    def noted(*given: Any) -> Any:
+        task = inner(*given)
+        held.extend(task.test.indices.tolist())
+        return task
+
+    classifier._task = noted  # type: ignore[method-assign]
+    images, labels = drawings(range(12, 16), 20)
+    told = classifier.learn(images, labels)
+    chances = classifier.predict_proba(images[held])
+    rows = torch.tensor([classifier.classes_.index(labels[place]) for place in held])
+    own = torch.from_numpy(chances)[:, 12:]
+    assert told.accuracy == pytest.approx(float((chances.argmax(1) == rows.numpy()).mean()))
+    assert told.accuracy_own == pytest.approx(float((own.argmax(1) + 12 == rows).double().mean()))
+    assert told.accuracy_own > told.accuracy
+    error = expected_calibration_error(torch.from_numpy(chances), rows)
+    assert told.calibration_error == pytest.approx(error, abs=1e-6)
+
+
 def test_watched_images_of_old_classes_tell_what_was_forgotten(drawing_folders: Path) -> None:
     classifier = ContinualClassifier(method="ranpac")
     classifier.learn(drawing_folders / "task-1")
@@ -144,6 +189,15 @@ def test_watched_images_of_old_classes_tell_what_was_forgotten(drawing_folders: 
     for name, (then, now) in learned.forgotten.items():
         assert then == pytest.approx(before[name].accuracy)
         assert now == pytest.approx(after[name].accuracy)
+
+
+def test_what_is_forgotten_is_told() -> None:
+    classifier = taught(range(2), method="ncm")
+    watch = list(zip(*drawings(range(2), test=True), strict=True))
+    again, _ = drawings([0])
+    learned = classifier.learn(again, ["the same under another name"] * len(again), watch=watch)
+    then, now = learned.forgotten[NAMES[0]]
+    assert now < then
 
 
 def some(counts: dict[str, int], size: int = 28) -> Labelled:
@@ -240,6 +294,8 @@ def test_before_any_class_is_learned_the_answer_is_clear() -> None:
         ([], None),
         ([1, 2, 3], None),
         ("a folder", ["a"]),
+        (["a.png", "b.png"], None),
+        ([Image.new("LAB", (28, 28))], ["a"]),
         ([Image.new("L", (0, 0))], ["a"]),
         ([Image.new("L", (28, 28))], ["a\x1b[2J"]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -90,8 +91,17 @@ def test_skip_bad_goes_on_without_whatever_is_bad(tmp_path: Path) -> None:
     (data / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     (data / "b" / "knot.png").symlink_to(data / "b" / "knot.png")
     SOURCE.train.image(0).save(data / "loose.png")
+    (data / "empty").mkdir()
+    for name in ("photo.heic", "PHOTO.HEIC", "note"):
+        (data / "a" / name).write_bytes(b"x")
+    with pytest.raises(MissingData, match="empty"):
+        ContinualClassifier(method="ncm").learn(data)
+    (data / "empty").rmdir()
     with pytest.raises(BadImages) as refused:
         ContinualClassifier(method="ncm").learn(data)
+    (data / "empty").mkdir()
+    assert "gone.png" in str(refused.value)
+    assert "knot.png" in str(refused.value)
     assert all(f"bad {number}.png" in str(refused.value) for number in range(30)), "all are listed"
     learned = ContinualClassifier(method="ncm").learn(data, skip_bad=True)
     assert learned.images == {"a": 5, "b": 5}
@@ -99,9 +109,11 @@ def test_skip_bad_goes_on_without_whatever_is_bad(tmp_path: Path) -> None:
     told = " ".join(learned.warnings)
     assert "'all bad' has no image that can be read" in told
     assert "1 images beside the class folders" in told
+    assert "'empty' has no image" in told
+    assert "2 with .heic, 1 with no ending" in told
     shown = coda("learn", str(tmp_path / "model"), str(data), "--skip-bad")
     assert shown.returncode == 0
-    assert shown.stderr.replace("\n", " ").count("left out: ") == 37
+    assert len(re.findall(r"left out:\s+/", shown.stderr)) == 37
     assert "a 5, b 5" in shown.stderr.replace("\n", " ")
     assert "28 x 28 px" in shown.stderr.replace("\n", " ")
 

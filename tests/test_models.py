@@ -151,6 +151,19 @@ def test_few_images_leave_no_feature_of_one_in_the_sums(classes: int, count: int
         before = gram
 
 
+def test_copies_of_an_image_are_one_image() -> None:
+    images, names = drawings([0], 8)
+    images = np.concatenate([images, images[:1], images[:1]])
+    classifier = ContinualClassifier()
+    classifier.learn(images, [names[0]] * 10, validation=0)
+    inner: Any = classifier._method
+    with torch.no_grad():
+        views = torch.stack([_view(classifier, image) for image in images])
+        vectors = inner.statistics.hidden(inner.features(views, inner.queries(views)))
+    near = F.normalize(inner.statistics._unpacked()) @ F.normalize(vectors).T
+    assert near.max() < 0.98
+
+
 def test_many_images_have_their_exact_sums() -> None:
     classifier = taught(range(10))
     inner: Any = classifier._method
@@ -255,6 +268,16 @@ def test_a_folder_with_other_things_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(CorruptFile, match="not a model of this program"):
         classifier.save(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == b"a model of somebody else"
+
+
+def test_a_damaged_model_can_be_undone(tmp_path: Path) -> None:
+    taught(range(2), [5]).save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CorruptFile, match="coda undo"):
+        ContinualClassifier.load(tmp_path)
+    assert coda("undo", str(tmp_path)).returncode == 0
+    assert_same(ContinualClassifier.load(tmp_path), taught(range(2)))
 
 
 def test_a_damaged_earlier_version_does_not_stop_predictions(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -320,6 +321,30 @@ def export(
     command.export(model, out)
 
 
+@app.command(
+    epilog="Examples: `coda serve`; `coda serve my-model --port 9000`; "
+    "`CODA_TOKEN=secret coda serve my-model --host 0.0.0.0`"
+)
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="The model's folder; without: a copy of the demo model.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token: Annotated[
+        str | None, typer.Option(envvar="CODA_TOKEN", help="What callers have to show.")
+    ] = None,
+    batching: Annotated[bool, typer.Option(help="Gather concurrent requests.")] = True,
+    device: Device = "auto",
+) -> None:
+    """Answer and learn over HTTP, with a page to draw, teach and see."""
+    from coda_prompt.serve import command
+
+    command.serve(model, host=host, port=port, token=token, batching=batching, device=device)
+
+
 def _overrides(data: Path | None, override: list[str] | None, trials: int | None) -> list[Override]:
     overrides: list[Override] = [] if data is None else [(("data",), str(data))]
     overrides += override or []
@@ -339,6 +364,8 @@ def _about(error: OSError) -> str:
 
 def main() -> None:
     """Run the command line; an error a user can cause ends in one message and its exit code."""
+    # Images beyond a limit of ours are refused in our own words.
+    warnings.filterwarnings("ignore", message=".*decompression bomb")
     try:
         app()
     except CodaError as error:

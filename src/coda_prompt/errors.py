@@ -120,6 +120,15 @@ class CorruptFile(CodaError):
         super().__init__(f"{path}: {problem}. Fetch the file again or restore it from a copy.")
 
 
+class DamagedModel(CorruptFile):
+    """A model that is damaged while the version before it is there."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        CodaError.__init__(
+            self, f"{problem} Or go back to the version before the newest task: coda undo."
+        )
+
+
 class KeyMismatch(CodaError):
     """Weights that do not fit the architecture."""
 

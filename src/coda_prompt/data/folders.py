@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,10 +30,11 @@ def class_folders(root: Path) -> tuple[dict[str, str], int]:
     return dict(sorted(folders.items())), loose
 
 
-def images_by_class(root: Path, *, dangling: bool = False) -> dict[str, list[str]]:
-    """The images in and below each class folder, both sorted. No class is without one.
+def images_by_class(root: Path, *, lenient: bool = False) -> dict[str, list[str]]:
+    """The images in and below each class folder, both sorted.
 
-    A link to a file that is not there is an error, unless such paths are wanted, too.
+    A class without one and a link to a file that is not there are errors, unless the caller is
+    lenient and sees to them itself.
     """
     folders, loose = class_folders(root)
     if not folders:
@@ -40,8 +42,10 @@ def images_by_class(root: Path, *, dangling: bool = False) -> dict[str, list[str
         raise MissingData(root, f"there is {found} in it", FOLDERS_WANTED)
     above = _identities_above(root)
     files = {name: sorted(_images_below(folder, above)) for name, folder in folders.items()}
+    if lenient:
+        return files
     for name, paths in files.items():
-        for path in () if dangling else paths:
+        for path in paths:
             if os.path.islink(path) and not os.path.exists(path):
                 raise MissingData(
                     path,
@@ -57,12 +61,27 @@ def images_by_class(root: Path, *, dangling: bool = False) -> dict[str, list[str
     return files
 
 
+def other_files(root: Path) -> Counter[str]:
+    """How many files below the class folders have which other ending than an image's."""
+    above = _identities_above(root)
+    endings: Counter[str] = Counter()
+    for folder in class_folders(root)[0].values():
+        for entry in _files_below(folder, above):
+            if not _is_image(entry):
+                endings[os.path.splitext(entry.name)[1].lower() or "no ending"] += 1
+    return endings
+
+
 def images_below(root: Path) -> list[str]:
     """All images in and below a folder, sorted."""
     return sorted(_images_below(str(root), frozenset()))
 
 
 def _images_below(folder: str, above: Identities) -> Iterator[str]:
+    return (entry.path for entry in _files_below(folder, above) if _is_image(entry))
+
+
+def _files_below(folder: str, above: Identities) -> Iterator[os.DirEntry[str]]:
     """Links lead neither to a folder above, which holds other classes, nor twice into one."""
     seen = set(above)
     waiting = [folder]
@@ -76,8 +95,8 @@ def _images_below(folder: str, above: Identities) -> Iterator[str]:
         for entry in _entries(current):
             if _is_folder(entry):
                 folders.append(entry.path)
-            elif _is_image(entry):
-                yield entry.path
+            else:
+                yield entry
         waiting += sorted(folders, reverse=True)  # which of two links counts is not left to chance
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import struct
@@ -28,7 +29,7 @@ SUFFIXES = frozenset(
 MOST_PIXELS = 89_478_485  # 256 MiB as RGB, where Pillow starts to warn of a decompression bomb
 
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
-_READABLE = frozenset(
+READABLE = frozenset(
     ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "F")
 ).union(_SIXTEEN_BIT)
 _ORIENTATION_TAG = 0x0112
@@ -53,15 +54,28 @@ def open_image(path: str | os.PathLike[str], shortest: int | None = None) -> Ima
         raise BadImage(path, "there is no such file")
     if not os.path.getsize(path):
         raise BadImage(path, "the file is empty")
+    return _decoded(path, path, shortest)
+
+
+def read_image(content: bytes, name: str, shortest: int | None = None) -> Image.Image:
+    """As `open_image`, from the bytes of a file."""
+    if not content:
+        raise BadImage(name, "the file is empty")
+    return _decoded(io.BytesIO(content), name, shortest)
+
+
+def _decoded(
+    place: str | os.PathLike[str] | io.BytesIO, path: object, shortest: int | None
+) -> Image.Image:
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(place, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise BadImage(
                     path,
                     f"{image.width} x {image.height} pixels are more than the {MOST_PIXELS:,} "
                     "that are decoded",
                 )
-            if image.mode not in _READABLE:
+            if image.mode not in READABLE:
                 raise BadImage(path, f"its colours ({image.mode}) cannot be turned into RGB")
             if shortest is not None:
                 image.draft(None, (shortest, shortest))

@@ -34,10 +34,15 @@ def warnings(images: Labelled, known: Sequence[str], backbone: str, pixels: Pixe
             f"({_quoted(few)}): expect mistakes on them, and none is held out to measure it"
         )
     single = [name for name, count in counts.items() if count == 1]
-    if single:
+    if alone := [name for name in single if name not in known]:
         found.append(
-            f"{_quoted(single)}: learned from one image, so that what the model keeps of the class "
+            f"{_quoted(alone)}: learned from one image, so that what the model keeps of the class "
             "is that image's feature"
+        )
+    if more := [name for name in single if name in known]:
+        found.append(
+            f"{_quoted(more)}: one more image, whose feature is the difference of the model and "
+            "the version before it"
         )
     if len(counts) > 1 and max(counts.values()) > IMBALANCE * min(counts.values()):
         most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)

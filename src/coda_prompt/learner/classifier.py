@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from coda_prompt import __version__, methods
-from coda_prompt.data.images import Augmentation, sufficient
+from coda_prompt.data.images import Augmentation, sufficient, test_view
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import (
@@ -84,6 +85,7 @@ class ContinualClassifier:
             features = self._backbone.vit.config.width
             options.setdefault("width", min(LARGEST_PROJECTION, 16 * features))
             options.setdefault("blend", True)
+            options.setdefault("balance", True)
         self._method = methods.make(method, self._backbone.vit, **options)
         pocket = POCKET_TRAINING if backbone == "pocket" else {}
         self._training: Training = make_config(Training, "the training", {**pocket, **of_training})
@@ -233,6 +235,19 @@ class ContinualClassifier:
         """N x classes, in the order of `classes_`; calibrated on held-out images."""
         scores = self._logits(unlabelled(data)).double()
         return probabilities(scores, self.temperature).numpy()
+
+    def view(self, image: Image.Image) -> Tensor:
+        """An image as `probabilities_of` takes it."""
+        return test_view(image, self._backbone.pixels, self._views.resize)
+
+    def probabilities_of(self, views: Tensor) -> NDArray[np.float64]:
+        """As `predict_proba`, of a batch of views: nothing but the passes, for a service."""
+        if not self._tasks:
+            raise NotTaught([], [])
+        self._method.to(self._fabric.device).eval()
+        with torch.inference_mode():
+            scores = self._method.logits(views.to(self._fabric.device)).float().cpu()
+        return probabilities(scores.double(), self.temperature).numpy()
 
     def score(self, data: Any, labels: Any = None) -> float:
         """The share of images whose class is right."""

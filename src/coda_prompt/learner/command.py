@@ -19,6 +19,7 @@ from coda_prompt.errors import (
     BadImage,
     BadImages,
     BadOption,
+    CorruptFile,
     LearnedBefore,
     MissingData,
     listed,
@@ -119,6 +120,10 @@ def predict(
     if list(places) == ["-"]:
         places = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     paths = image_paths(places)
+    if not skip_bad:
+        missing = [path for path in paths if not Path(path).is_file()]
+        if missing:
+            raise BadImages([BadImage(path, "there is no such file") for path in missing])
     if not paths:
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
     rows = _predictions(classifier, paths, top, unknown_below, skip_bad)
@@ -200,7 +205,8 @@ def info(model: Path, *, as_json: bool) -> None:
 
 
 def undo(model: Path) -> None:
-    store.read_model(model)  # a folder that is no model is told so
+    with contextlib.suppress(CorruptFile):  # a folder that is no model is told so
+        store.read_model(model)
     with store.writing(model):
         previous = store.read_previous(model)
         store.restore_previous(model, card_of(previous.description) if previous else "")
@@ -212,6 +218,8 @@ def undo(model: Path) -> None:
 def export(model: Path, out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise MissingData(out.parent, "there is no such folder", "Make it first.")
+    if out.is_dir():
+        raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
     ContinualClassifier.load(model).export_onnx(out)
     say(messages(), f"{printable(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
 

@@ -18,14 +18,14 @@ from torch.utils.data import Subset
 
 from coda_prompt.data import hub
 from coda_prompt.data.folders import (
-    FOLDERS_WANTED,
     class_folders,
     images_below,
     images_by_class,
     is_name,
+    other_files,
 )
 from coda_prompt.data.hub import HubSplit
-from coda_prompt.data.images import open_image, upright
+from coda_prompt.data.images import READABLE, open_image, upright
 from coda_prompt.data.sources import ArraySplit, FileSplit, Integers
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
 
@@ -166,6 +166,8 @@ def as_image(value: Any) -> Image.Image:
     if isinstance(value, Image.Image):
         if not (value.width and value.height):
             raise BadOption("an image", "shape", "it has no pixel")
+        if value.mode not in READABLE:
+            raise BadOption("an image", "mode", f"'{value.mode}' cannot be turned into RGB")
         return upright(value.copy())
     if isinstance(value, str | os.PathLike):
         return open_image(value)
@@ -192,22 +194,30 @@ def _folder(root: Path, skip_bad: bool) -> Labelled:
     root = root.expanduser()
     if not root.is_dir():
         problem = "this is not a folder" if root.exists() else "there is no such folder"
-        raise MissingData(root, problem, FOLDERS_WANTED)
+        raise MissingData(root, problem, "Point at a folder with one folder of images per class.")
     folders, loose = class_folders(root)
     if folders.keys() and folders.keys() <= {"train", "test", "val", "valid", "validation"}:
+        training = root / ("train" if "train" in folders else next(iter(folders)))
         raise MissingData(
             root,
             f"it holds {', '.join(folders)}, which are parts of a dataset and no classes",
-            f"Point at one of them, for example {root / next(iter(folders))}.",
+            f"Point at the one to learn from: {training}.",
         )
-    files = images_by_class(root, dangling=True)
+    files = images_by_class(root, lenient=True)  # what is wrong is told together
+    empty = [name for name, paths in files.items() if not paths]
+    if empty and not skip_bad:
+        remedy = "Put images in it, remove the folder, or pass --skip-bad (skip_bad=True)."
+        raise MissingData(root / empty[0], f"class '{empty[0]}' has no image", remedy)
     rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
     paths = tuple(path for group in files.values() for path in group)
     found = _readable(paths, rows, tuple(files), skip_bad)
-    if not loose:
-        return found
-    beside = f"{loose} images beside the class folders are not learned: they have no class"
-    return replace(found, remarks=(*found.remarks, beside))
+    remarks = list(found.remarks)
+    if loose:
+        remarks.append(f"{loose} images beside the class folders are left out: they have no class")
+    if others := other_files(root):
+        kinds = ", ".join(f"{count} with {ending}" for ending, count in others.most_common(5))
+        remarks.append(f"files that are no images by their names are left out ({kinds})")
+    return replace(found, remarks=tuple(remarks))
 
 
 def _readable(
@@ -273,6 +283,8 @@ def _dataset(data: Any, skip_bad: bool) -> Labelled:
         )
     if not len(data):
         raise BadOption("the images", "data", "there is none")
+    if isinstance(data[0], str | os.PathLike | Image.Image):
+        raise BadOption("the images", "labels", "paths and images do not say their class: give it")
     try:
         targets = getattr(data, "targets", None)
         found = [data[index][1] for index in range(len(data))] if targets is None else targets

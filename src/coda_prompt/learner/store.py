@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.data.folders import is_name
-from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
+from coda_prompt.errors import CorruptFile, DamagedModel, MissingData, ModelBusy, NothingToUndo
 from coda_prompt.files import LOCK, OWNER, FileFields, exclusive, write_atomically
 
 FORMAT = 1
@@ -130,14 +130,23 @@ def unpacked(content: bytes, path: object) -> Model:
 
 
 def read_model(folder: Path) -> Model:
-    return _read(folder, MODEL)
+    try:
+        return _read(folder, MODEL)
+    except CorruptFile as error:
+        if not (folder / PREVIOUS).exists():
+            raise
+        raise DamagedModel(folder / MODEL, str(error)) from error
 
 
 def read_previous(folder: Path) -> Model | None:
     """The model before the newest task, where it was kept."""
     if not (folder / PREVIOUS).exists():
         return None
-    previous, model = _read(folder, PREVIOUS), read_model(folder)
+    previous = _read(folder, PREVIOUS)
+    try:
+        model = _read(folder, MODEL)
+    except CorruptFile:  # then it is the newest that is whole
+        return previous
     return previous if _follows(model, previous) else None
 
 

@@ -49,6 +49,8 @@ class RidgeConfig(MethodConfig):
     """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
     blend: bool = False
     """Keep no image's features in the sums, however few images a task has. `coda learn` does."""
+    balance: bool = False
+    """Every class counts alike, however many images it has. `coda learn` does."""
 
 
 class RidgeClassifier(Method):
@@ -56,14 +58,20 @@ class RidgeClassifier(Method):
 
     fits = True
     temperature = 0.1  # of scores between 0 and 1: fitted values on pocket are around it
-    grows: ClassVar[Mapping[str, int]] = {"statistics.sums": 1, "statistics.weight": 1}
+    grows: ClassVar[Mapping[str, int]] = {
+        "statistics.sums": 1,
+        "statistics.weight": 1,
+        "statistics.counts": 0,
+    }
     config: RidgeConfig
 
     def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
         super().__init__(backbone, config)
         features = backbone.config.width
         width = config.width or min(10_000, 16 * features)
-        self.statistics = RandomRidge(features, width, config.ridge, blend=config.blend)
+        self.statistics = RandomRidge(
+            features, width, config.ridge, blend=config.blend, balance=config.balance
+        )
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
@@ -81,19 +89,28 @@ class RandomRidge(nn.Module):
     gram: Tensor
     sums: Tensor
     weight: Tensor
+    counts: Tensor
     ridge: Tensor
     errors: Tensor
 
     def __init__(
-        self, width: int, projected: int, ridge: float | None, *, blend: bool = False
+        self,
+        width: int,
+        projected: int,
+        ridge: float | None,
+        *,
+        blend: bool = False,
+        balance: bool = False,
     ) -> None:
         super().__init__()
-        self.width, self.projected, self.fixed_ridge, self.blend = width, projected, ridge, blend
+        self.width, self.projected, self.fixed_ridge = width, projected, ridge
+        self.blend, self.balance = blend, balance
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
         # A symmetric matrix, the rows of its upper triangle one after another.
         self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
         self.register_buffer("sums", torch.zeros(projected, 0))
         self.register_buffer("weight", torch.zeros(projected, 0))
+        self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("ridge", torch.tensor(ridge or 0.0))
         self.register_buffer("errors", torch.zeros(len(RIDGES)))
         self._projection: tuple[int, Tensor] | None = None
@@ -108,6 +125,7 @@ class RandomRidge(nn.Module):
             self.seed = self.seed.new_tensor(seed)
         self.sums = F.pad(self.sums, (0, classes - self.classes))
         self.weight = F.pad(self.weight, (0, classes - self.weight.shape[1]))
+        self.counts = F.pad(self.counts, (0, classes - len(self.counts)))
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add these images to the sums and solve again."""
@@ -124,10 +142,14 @@ class RandomRidge(nn.Module):
         sums = self.sums + added
         self.gram = torch.cat([row[place:] for place, row in enumerate(gram)])
         self.sums = sums
+        self.counts = self.counts + torch.bincount(labels, minlength=self.classes)
         # On the CPU in float64, which not every accelerator has.
-        damped = gram.to("cpu", torch.float64, copy=True)
-        damped.diagonal().add_(self._used_ridge(float(damped.trace())))
-        solved = torch.cholesky_solve(sums.cpu().double(), torch.linalg.cholesky(damped))
+        damped, targets = gram.to("cpu", torch.float64, copy=True), sums.cpu().double()
+        ridge = self._used_ridge(float(damped.trace()))
+        if self.balance:
+            damped, targets, ridge = self._balanced(damped, targets, ridge)
+        damped.diagonal().add_(ridge)
+        solved = torch.cholesky_solve(targets, torch.linalg.cholesky(damped))
         self.weight = solved.to(self.weight).contiguous()
 
     def forward(self, features: Tensor) -> Tensor:
@@ -163,12 +185,28 @@ class RandomRidge(nn.Module):
         """
         total = most = self.gram.new_zeros(self.projected)
         added = torch.zeros_like(self.sums)
-        for part, part_labels in zip(features.split(PART), labels.split(PART), strict=True):
+        _, copies, times = features.unique(dim=0, return_inverse=True, return_counts=True)
+        for part, part_labels, same in zip(
+            features.split(PART), labels.split(PART), times[copies].split(PART), strict=True
+        ):
             hidden = self.hidden(part)
             added = added.index_add(1, part_labels, hidden.T)
             weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
-            total, most = total + weight.sum(dim=0), most.maximum(weight.amax(dim=0))
+            own = weight * same[:, None]  # copies are one image
+            total, most = total + weight.sum(dim=0), most.maximum(own.amax(dim=0))
         return added, most <= MOST_OF_A_ROW * total
+
+    def _balanced(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, Tensor, float]:
+        """As if every class had as many images as they have on average, up to that factor.
+
+        Of a class with few images the mean is known, and how images scatter around a mean is taken
+        from all classes together. Where all have as many, nothing changes.
+        """
+        counts = self.counts.cpu().double()
+        average = float(counts[counts > 0].mean())
+        means = sums / counts.clamp(min=1)
+        scatter = gram - (means * counts) @ means.T
+        return scatter / average + means @ means.T, means, ridge / average
 
     def _used_ridge(self, trace: float) -> float:
         """The one given or chosen; before there was anything to choose it on, in scale."""

@@ -268,7 +268,7 @@ class Keeper:
                 if held.identity == self.identity:
                     return held
                 problem = "it is of another training"
-            log.warning("%s cannot be used (%s): going on from an earlier one", path, problem)
+            log.warning("%s cannot be used (%s): an earlier one counts, if any", path, problem)
         return None
 
     def _read(self, path: Path) -> Checkpoint | str:

@@ -1,0 +1,73 @@
+"""`coda serve` behind its options."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+from coda_prompt.console import messages, say
+from coda_prompt.errors import BadOption, MissingExtra
+
+SHORTEST_TOKEN = 8
+DEMO = "demo-model"
+
+
+def serve(
+    model: Path | None, *, host: str, port: int, token: str | None, batching: bool, device: str
+) -> None:
+    try:
+        import uvicorn
+
+        from coda_prompt.serve.app import LOOPBACK, Door, make_app
+        from coda_prompt.serve.service import Service
+    except ModuleNotFoundError as error:
+        raise MissingExtra("coda serve", "serve") from error
+    inside = host in LOOPBACK
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise BadOption("coda serve", "token", f"take at least {SHORTEST_TOKEN} letters")
+    if not inside and token is None:
+        problem = f"{host} can be reached by others: set CODA_TOKEN to a secret first"
+        raise BadOption("coda serve", "token", problem)
+    door = Door(token, LOOPBACK if inside else None)
+    with _folder(model) as folder, _listening(host, port) as listener:
+        app = make_app(Service(folder, batching=batching, device=device), door)
+        name = f"[{host}]" if ":" in host else host
+        say(messages(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)")
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _folder(model: Path | None) -> Iterator[Path]:
+    """The model's folder, or a copy of the demo model for as long as the service runs."""
+    if model is not None:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="coda-demo-") as place:
+        folder = Path(place) / DEMO
+        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO) as original:
+            shutil.copytree(original, folder)
+        say(
+            messages(),
+            f"A copy of the demo model in {folder}; it is gone when the service ends. To keep what "
+            "you teach, serve a model of your own: coda serve MODEL",
+        )
+        yield folder
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except (OSError, OverflowError) as error:
+            problem = f"{host}:{port} cannot be listened on ({error})"
+            raise BadOption("coda serve", "port", problem) from error
+        yield listener
