@@ -132,7 +132,7 @@ def test_teaching_two_classes_and_undoing_it(page: Any, tmp_path: Path) -> None:
         for _ in range(6):
             draw(page, shape(rng))
             page.click("#add")
-    assert page.locator(".strip img").count() == 12
+    page.wait_for_function("document.querySelectorAll('.strip img').length === 12")
     assert page.locator("#teach").is_enabled()
     if SHOTS:
         page.screenshot(path=f"{SHOTS}/teaching.png", full_page=True)
@@ -140,7 +140,7 @@ def test_teaching_two_classes_and_undoing_it(page: Any, tmp_path: Path) -> None:
     page.wait_for_selector("#progress:not([hidden])")
     page.wait_for_function("document.querySelector('#report').textContent.startsWith('Learned')")
     assert "Old classes" in page.locator("#report").inner_text()
-    assert page.locator("#classes li.fresh").count() == 2
+    page.wait_for_function("document.querySelectorAll('#classes li.fresh').length === 2")
     for name, shape in shapes.items():
         page.click("#clear")
         draw(page, shape(random.Random(99)))

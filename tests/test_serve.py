@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -43,12 +45,21 @@ def client(model: Path) -> Iterator[httpx.Client]:
         yield found
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """A model for one test, whose lessons take a while."""
-    folder = tmp_path / "model"
-    taught(range(4), method="coda-p", epochs=40).save(folder)
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose lessons take a while."""
+    folder = tmp_path_factory.mktemp("slow") / "model"
+    classifier = ContinualClassifier(method="coda-p", epochs=40)
+    classifier.learn(*drawings(range(4)), epochs=4)
+    classifier.save(folder)
     return folder
+
+
+@pytest.fixture
+def own(slow_model: Path, tmp_path: Path) -> Path:
+    """A copy of it for one test."""
+    shutil.copytree(slow_model, tmp_path / "model")
+    return tmp_path / "model"
 
 
 def problem(response: httpx.Response, status: int) -> str:
@@ -114,8 +125,6 @@ def test_docs_and_page_come_from_here_alone(client: httpx.Client) -> None:
 
 
 def test_a_lesson_and_its_undoing(model: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(model, tmp_path / "model")
     images, labels = drawings([8, 9], 8)
     with served(str(tmp_path / "model")) as client:
@@ -275,9 +284,8 @@ def test_what_was_asked_is_answered_before_the_end(model: Path) -> None:
     with served(str(model)) as client:
 
         def ask() -> None:
-            statuses.append(
-                httpx.post(f"{client.base_url}/v1/predict", files=files(images)).status_code
-            )
+            address = client.base_url.join("/v1/predict")
+            statuses.append(httpx.post(address, files=files(images), timeout=60).status_code)
 
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
@@ -324,8 +332,11 @@ def test_images_that_are_none_or_too_large_are_refused(client: httpx.Client) -> 
 
 def test_a_body_that_is_too_large_is_not_read(client: httpx.Client) -> None:
     huge = uploads.MOST_IN_A_REQUEST + 1
-    told = client.post("/v1/predict", content=b"x" * 10, headers={"content-length": str(huge)})
-    problem(told, 413)
+    host, port = client.base_url.host, client.base_url.port
+    with socket.create_connection((host, port), timeout=20) as line:
+        head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {huge}\r\n\r\n"
+        line.sendall(head.encode())
+        assert b" 413 " in line.recv(1000).split(b"\r\n")[0]
 
     def parts() -> Iterator[bytes]:  # no length given
         yield b'{"images": ["'

@@ -44,6 +44,8 @@ def image_of(content: bytes, name: str, shortest: int | None = None) -> Image.Im
     try:
         with Image.open(io.BytesIO(content)) as peeked:
             pixels = peeked.width * peeked.height
+    except Image.DecompressionBombError as error:
+        raise BadImage(name, f"it has more than the {MOST_PIXELS:,} pixels taken here") from error
     except Exception as error:  # a decoder may raise anything on bytes of strangers
         raise BadImage(name, "it is not an image that can be read") from error
     if pixels > MOST_PIXELS:

@@ -37,14 +37,18 @@ async function call(path, options = {}) {
 
 const json = async (path, options) => (await call(path, options)).json();
 
-function complain(error) {
+// What one action complained of, only its own success or another complaint takes away.
+let complainer = null;
+function complain(error, who) {
+  if (!error && complainer !== who) return;
+  complainer = who;
   const place = element("error");
   place.textContent = error ? error.message : "";
   place.hidden = !error;
 }
 
-const guarded = (act) => async (...given) => {
-  try { await act(...given); complain(null); } catch (error) { complain(error); }
+const guarded = (act, who = act) => async (...given) => {
+  try { await act(...given); complain(null, complainer); } catch (error) { complain(error, who); }
 };
 
 // -- drawing
@@ -75,15 +79,15 @@ function trace(context, lines, width) {
 }
 
 // The drawing as the model's sketches are: white on black, filling a square of 28 pixels.
-function drawing() {
-  const points = strokes.flat();
+function drawing(drawn) {
+  const points = drawn.flat();
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
   const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   const scale = 8, size = SIDE * scale, margin = 2.5 * scale;
   const span = Math.max(right - left, bottom - top, 24);
   const factor = (size - 2 * margin) / span;
   const shift = (value, from, to) => (value - (from + to) / 2) * factor + size / 2;
-  const lines = strokes.map((line) => line.map(([x, y]) => [shift(x, left, right), shift(y, top, bottom)]));
+  const lines = drawn.map((line) => line.map(([x, y]) => [shift(x, left, right), shift(y, top, bottom)]));
   const large = new OffscreenCanvas(size, size);
   const context = large.getContext("2d");
   context.fillStyle = "#000";
@@ -120,11 +124,11 @@ async function ask() {
     do {
       askAgain = false;
       if (!strokes.length) { show(null); continue; }
-      show((await predicted([await drawing()])).predictions[0]);
+      show((await predicted([await drawing(strokes)])).predictions[0]);
     } while (askAgain);
-    complain(null);
+    complain(null, ask);
   } catch (error) {
-    complain(error);
+    complain(error, ask);
   } finally {
     asking = false;
   }
@@ -163,16 +167,20 @@ const askFiles = guarded(async (files) => {
     pen.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
   }
   show((await predicted([files[0]])).predictions[0]);
-});
+}, ask);
 element("ask-file").onchange = (event) => { askFiles([...event.target.files]); event.target.value = ""; };
 canvas.addEventListener("dragover", (event) => event.preventDefault());
 canvas.addEventListener("drop", (event) => { event.preventDefault(); askFiles([...event.dataTransfer.files]); });
 
 // -- teaching
 
-function addExample(blob) {
+function named() {
   const name = element("name").value.trim();
   if (!name) { element("name").focus(); throw new Error("Give the thing a name first."); }
+  return name;
+}
+
+function addExample(name, blob) {
   if (!lesson.has(name)) lesson.set(name, []);
   lesson.get(name).push({ blob, url: URL.createObjectURL(blob) });
   showLesson();
@@ -207,13 +215,15 @@ function showLesson() {
 
 element("lesson").onsubmit = guarded(async (event) => {
   event.preventDefault();
+  const name = named();
   if (!strokes.length) throw new Error("Draw an example first.");
-  addExample(await drawing());
+  const taken = strokes;
   strokes = [];
   paint();
   show(null);
+  addExample(name, await drawing(taken));
 });
-const addFiles = guarded(async (files) => { for (const file of files) addExample(file); });
+const addFiles = guarded(async (files) => { const name = named(); for (const file of files) addExample(name, file); });
 element("add-files").onchange = (event) => { addFiles([...event.target.files]); event.target.value = ""; };
 element("strips").parentElement.addEventListener("dragover", (event) => event.preventDefault());
 element("strips").parentElement.addEventListener("drop", (event) => { event.preventDefault(); addFiles([...event.dataTransfer.files]); });
