@@ -4,7 +4,8 @@
 
 Each dataset is taught one class after another and in tasks of several classes, 80 images a class,
 on the embedded backbone; the mean over seeds (other class orders and images) is printed.
-`split` is 20 classes of pocket in four tasks or in one.
+`split` is 20 classes of pocket in four tasks or in one. `--few` instead teaches 40 classes with 80
+drawings each and then two more with few.
 """
 
 from __future__ import annotations
@@ -87,12 +88,49 @@ def accuracy(options: dict[str, Any], data: Data, order: list[int], size: int, s
     return classifier.score(test_images[tested], test_labels[tested])
 
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "ncm": {"method": "ncm"},
+    "ranpac, as published": {"method": "ranpac", "balance": False},
+    "ranpac": {"method": "ranpac"},
+}
+FEW = (3, 5, 10, 20)
+
+
+def few_beside_many(seeds: int) -> None:
+    """What two classes of few drawings get beside forty of eighty, and what these keep."""
+    images, labels, test_images, test_labels = pocket()
+    print("| method | " + " | ".join(f"{count} drawings" for count in FEW) + " |")
+    print("|---" * (len(FEW) + 1) + "|")
+    for name, options in BESIDE.items():
+        found: dict[int, list[tuple[float, float]]] = {count: [] for count in FEW}
+        for seed in range(seeds):
+            order = np.random.default_rng(seed).permutation(np.unique(labels))[:42]
+            old, new = np.isin(labels, order[:40]), order[40:]
+            for count in FEW:
+                classifier = ContinualClassifier(seed=seed, **options)
+                classifier.learn(images[old], labels[old], validation=0)
+                chosen = [p for row in new for p in np.flatnonzero(labels == row)[:count]]
+                classifier.learn(images[chosen], labels[chosen], validation=0)
+                tested = [np.isin(test_labels, rows) for rows in (new, order[:40])]
+                scores = [classifier.score(test_images[t], test_labels[t]) for t in tested]
+                found[count].append((100 * scores[0], 100 * scores[1]))
+        cells = [
+            f"{np.mean([n for n, _ in own]):.0f} / {np.mean([o for _, o in own]):.1f}"
+            for own in found.values()
+        ]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--datasets", default=",".join(DATASETS))
+    parser.add_argument("--few", action="store_true")
     options = parser.parse_args()
+    if options.few:
+        few_beside_many(options.seeds)
+        return
     print("| data | taught | " + " | ".join(CANDIDATES) + " |")
     print("|---" * (len(CANDIDATES) + 2) + "|")
     for name in options.datasets.split(","):
