@@ -106,14 +106,15 @@ def few_beside_many(seeds: int) -> None:
         for seed in range(seeds):
             order = np.random.default_rng(seed).permutation(np.unique(labels))[:42]
             old, new = np.isin(labels, order[:40]), order[40:]
+            classifier = ContinualClassifier(seed=seed, **options)
+            classifier.learn(images[old], labels[old], validation=0)
             for count in FEW:
-                classifier = ContinualClassifier(seed=seed, **options)
-                classifier.learn(images[old], labels[old], validation=0)
                 chosen = [p for row in new for p in np.flatnonzero(labels == row)[:count]]
                 classifier.learn(images[chosen], labels[chosen], validation=0)
                 tested = [np.isin(test_labels, rows) for rows in (new, order[:40])]
                 scores = [classifier.score(test_images[t], test_labels[t]) for t in tested]
                 found[count].append((100 * scores[0], 100 * scores[1]))
+                classifier.undo()
         cells = [
             f"{np.mean([n for n, _ in own]):.0f} / {np.mean([o for _, o in own]):.1f}"
             for own in found.values()
