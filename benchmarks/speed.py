@@ -14,12 +14,15 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from textbook import TextbookCoda
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,11 +35,16 @@ from torch.utils.flop_counter import (
 from coda_prompt import methods
 from coda_prompt.bench.surroundings import PeakMemory
 from coda_prompt.console import output, table
+from coda_prompt.data.images import open_image
+from coda_prompt.data.sources import FileSplit
+from coda_prompt.data.stream import Samples
 from coda_prompt.files import write_atomically
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.coda import CodaPrompt, component_weights, folded
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.pixels import Pixels
+from coda_prompt.training.loading import Epoch, Views, batches
 
 VITS = {
     "ViT-B/16": ViTConfig(),
@@ -377,11 +385,53 @@ def _gemm_seconds(name: str, size: int) -> float:
     return interleaved({"gemm": _gemms(name, size)}, 10)["gemm"]
 
 
+def pipeline(quick: bool) -> list[dict[str, Any]]:
+    """Images a second from JPEG files to training views, and what the model asks for."""
+    rows: list[dict[str, Any]] = []
+    name = "ViT-S/16" if quick else "ViT-B/16"
+    method = in_task(name, 5, 50, 10)
+    step = product_step(method, *batch_for(name, 16, method), cached=True)
+    demand = 16 / interleaved({"step": step}, 3)["step"]
+    views = Views(Pixels(224, 3, (0.5,) * 3, (0.5,) * 3))
+    with tempfile.TemporaryDirectory() as folder:
+        smooth = np.random.default_rng(0).integers(0, 255, (12, 16, 3), np.uint8)
+        photograph = Image.fromarray(smooth).resize((4000, 3000), Image.Resampling.BICUBIC)
+        paths = [Path(folder) / f"{number}.jpg" for number in range(32)]
+        for path in paths:
+            photograph.save(path, quality=90)
+        split = FileSplit([str(path) for path in paths], np.zeros(len(paths), np.int64))
+        whole = FileSplit(split.paths, split.labels)
+        whole.image = lambda index, shortest=None: open_image(split.paths[index])  # type: ignore[method-assign]
+        order = [list(range(first, first + 16)) for first in range(0, len(paths), 16)]
+        for what, source, workers in (
+            ("decoded in full", whole, 0),
+            ("no larger than needed", split, 0),
+            ("no larger than needed", split, 1),
+        ):
+            samples = Samples(source, np.arange(len(paths)), split.labels)
+
+            def run(samples: Samples = samples, workers: int = workers) -> None:
+                for _ in batches(samples, views, order, epoch=Epoch(0, 0, 0), workers=workers):
+                    pass
+
+            rate = len(paths) / interleaved({"run": run}, 3)["run"]
+            rows.append(
+                {
+                    "JPEG of 4000 x 3000": what,
+                    "loader processes": workers,
+                    "images a second": rate,
+                    f"times what a cached step of {name} asks for": rate / demand,
+                }
+            )
+    return rows
+
+
 PARTS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
     "training": training,
     "evaluation": evaluation,
     "components": components_alone,
     "growth": growth,
+    "pipeline": pipeline,
     "profile": profile,
 }
 
