@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -21,7 +23,7 @@ from small import AUGMENTED_VIEWS, coda, patterns, started_coda, tiny_vit
 from coda_prompt import methods
 from coda_prompt.bench.runner import CHECKPOINTS, RESULT
 from coda_prompt.data.stream import Stream, cut
-from coda_prompt.errors import Interrupted
+from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import METHODS, Method
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.keeping import Keeper
@@ -154,6 +156,42 @@ def test_tasks_write_only_what_they_add(tmp_path: Path) -> None:
     assert len(sizes["ft"]) <= 2, "of the last two checkpoints"
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [{"task": 99}, {"epoch": 99}, {"step": 99}, {"step": 10**30}, {"losses": [0.1] * 9}],
+    ids=str,
+)
+def test_a_forged_place_is_refused(forged: dict[str, Any], tmp_path: Path) -> None:
+    stopped(tmp_path, "coda-p", 7)
+    for path in tmp_path.glob("checkpoint-*"):
+        held = json.loads(json.loads(path.read_text())["content"]) | forged
+        text = json.dumps(held)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        path.write_text(json.dumps({"sha256": digest, "content": text}))
+    with pytest.raises(CorruptFile):
+        kept_run(tmp_path, "coda-p")
+
+
+@pytest.mark.parametrize("name", ["checkpoint-old.json", "checkpoint-²²²²²².json"])
+def test_a_stray_file_is_none_of_ours(name: str, tmp_path: Path) -> None:
+    stopped(tmp_path, "coda-p", 7)
+    (tmp_path / name).write_text("{}")
+    assert_same(kept_run(tmp_path, "coda-p"), whole_run("coda-p"))
+    assert len(list(tmp_path.glob("checkpoint-0*"))) == 2
+
+
+def test_a_log_that_is_a_link_is_not_written_through(tiny: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    place = tmp_path / "tiny" / "coda-p" / "trial-0"
+    place.mkdir(parents=True)
+    (place / "events.jsonl").symlink_to(victim)
+    refused = coda("bench", *micro(tiny, tmp_path))
+    assert refused.returncode == 2
+    assert "link to elsewhere" in refused.stderr.replace("\n", " ")
+    assert victim.read_text() == "mine"
+
+
 def test_paths_in_a_checkpoint_cannot_leave_the_folder(tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 7)
     for path in tmp_path.glob("checkpoint-*"):
@@ -233,7 +271,8 @@ def test_a_benchmark_that_is_killed_at_any_moment(
 
 
 @pytest.mark.parametrize(
-    ("kind", "jobs"), [(signal.SIGINT, "1"), (signal.SIGTERM, "1"), (signal.SIGINT, "2")]
+    ("kind", "jobs"),
+    [(signal.SIGINT, "1"), (signal.SIGTERM, "1"), (signal.SIGINT, "2"), (signal.SIGTERM, "2")],
 )
 def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
     kind: signal.Signals, jobs: str, tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
@@ -242,7 +281,7 @@ def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
     process = started_coda("bench", *arguments, start_new_session=True)
     while not list(tmp_path.rglob("checkpoint-*")) and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(kind)
+    os.killpg(process.pid, kind)  # as a terminal and `timeout` do
     try:
         _, told = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:

@@ -491,27 +491,27 @@ def test_a_killed_learn_leaves_one_whole_version(
     whole.learn(second)
     took = time.monotonic() - started
     process = started_coda("learn", str(model), str(second))
-    before = {path.name for path in model.iterdir()} | {store.LOCK, store.OWNER}
     deadline = time.monotonic() + 120
     while not (model / store.OWNER).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     if moment == "saving":
-        while {path.name for path in model.iterdir()} <= before and process.poll() is None:
+        while not (model / store.NEXT).exists() and process.poll() is None:
             assert time.monotonic() < deadline
-            time.sleep(0.0005)
+            time.sleep(0.0002)
     else:
         time.sleep(float(moment) * took)
     process.kill()
     process.communicate()
+    died = process.returncode != 0
     assert ContinualClassifier.load(model).classes_ in (first.classes_, whole.classes_)
-    with store.writing(model):
-        pass  # the lock of a dead process holds nobody up
-    assert not list(model.glob("*.tmp"))
-    if ContinualClassifier.load(model).classes_ == first.classes_:
+    if died:  # the same command, whether it had come to its end or not
         finished = coda("learn", str(model), str(second))
         assert finished.returncode == 0, finished.stderr
+    assert not list(model.glob(".*.tmp"))
     found = ContinualClassifier.load(model)
+    assert len(found.tasks_) == 2, "nothing is learned twice"
     assert_same(found, whole)
+    assert json.loads((model / "config.json").read_text())["classes"] == whole.classes_
     found.undo()
     assert_same(found, first)
 
@@ -569,22 +569,31 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ContinualClassifier.load(tmp_path)
 
 
-def test_a_learn_cut_off_before_the_last_rename_is_not_learned_twice(
-    tmp_path: Path, drawing_folders: Path
+@pytest.mark.parametrize("where", ["_follows", "_write_copies", "end_lesson"])
+def test_a_learn_cut_off_while_saving_is_not_learned_twice(
+    where: str, tmp_path: Path, drawing_folders: Path
 ) -> None:
-    first = ContinualClassifier(method="ncm")
-    first.learn(drawing_folders / "task-1")
-    first.save(tmp_path)
-    second = ContinualClassifier.load(tmp_path)
-    second.learn(drawing_folders / "task-2")
-    (tmp_path / store.NEXT).write_bytes(store.packed(second._model()))
-    (tmp_path / store.PREVIOUS).write_bytes(store.packed(first._model()))
-    again = coda("learn", str(tmp_path), str(drawing_folders / "task-2"))
+    """The process ends without a word before the last rename, after it, or at the very end."""
+    coda("learn", str(tmp_path / "model"), str(drawing_folders / "task-1"), "--method", "ncm")
+    model, second = tmp_path / "model", str(drawing_folders / "task-2")
+    at_once = {
+        "_follows": "import os; from coda_prompt.learner import store; inner = os.replace; "
+        "os.replace = lambda a, b: os._exit(9) if str(a).endswith('next.safetensors') "
+        "else inner(a, b)",
+        "_write_copies": "import os; from coda_prompt.learner import store; "
+        "store._write_copies = lambda *_: os._exit(9)",
+        "end_lesson": "import os; from coda_prompt.learner import store; "
+        "store.end_lesson = lambda *_: os._exit(9)",
+    }[where]
+    program = f"{at_once}; from coda_prompt.cli import main; main()"
+    cut = subprocess.run([sys.executable, "-c", program, "learn", str(model), second], timeout=60)
+    assert cut.returncode == 9
+    again = coda("learn", str(model), second)
     assert again.returncode == 0, again.stderr
     assert "nothing was learned twice" in again.stderr
-    found = ContinualClassifier.load(tmp_path)
+    found = ContinualClassifier.load(model)
     assert len(found.tasks_) == 2
-    assert_same(found, second)
-    third = coda("learn", str(tmp_path), str(drawing_folders / "task-3"))
-    assert third.returncode == 0, third.stderr
-    assert len(ContinualClassifier.load(tmp_path).tasks_) == 3
+    assert len(json.loads((model / "config.json").read_text())["tasks"]) == 2
+    once_more = coda("learn", str(model), second)  # meant
+    assert once_more.returncode == 0, once_more.stderr
+    assert len(ContinualClassifier.load(model).tasks_) == 3

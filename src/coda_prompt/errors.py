@@ -120,6 +120,15 @@ class CorruptFile(CodaError):
         super().__init__(f"{path}: {problem}. Fetch the file again or restore it from a copy.")
 
 
+class BrokenRun(CorruptFile):
+    """Something in a run's folder."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        CodaError.__init__(
+            self, f"{path}: {problem}. Remove the folder of this run and run it again."
+        )
+
+
 class DamagedModel(CorruptFile):
     """A model that is damaged while the version before it is there."""
 

@@ -32,8 +32,19 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Where the system can: the new name, too, is there after a power cut."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager
@@ -43,13 +54,20 @@ def exclusive(folder: Path, busy: Callable[[Path, str], Exception]) -> Iterator[
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise busy(folder, owner.read_text("utf-8") if owner.exists() else "?") from None
+        raise busy(folder, _text(owner)) from None
     try:
         write_atomically(owner, f"{os.getpid()}".encode())
         yield
     finally:
         owner.unlink(missing_ok=True)
         lock.release()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")[:100]
+    except OSError:
+        return "?"
 
 
 def as_json(value: Any) -> Any:

@@ -73,7 +73,7 @@ class Benchmark(Section):
     resize: Literal["crop", "squash"] = "crop"
     augmentation: Augmentation | None = None
     stream: StreamSection
-    trials: int = Field(default=5, ge=1)
+    trials: int = Field(default=5, ge=1, le=10_000)
     """Seeds, each fixing class order, splits and initial values for all methods."""
     first_seed: int = Field(default=0, ge=0)
     protocol: Protocol | None = None
@@ -264,12 +264,12 @@ def parse_value(text: str) -> Any:
     """JSON, or else YAML, whose numbers need a dot where JSON's do not (1e-3)."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return yaml.load(text, _UniqueKeys)
-    except (yaml.YAMLError, ValueError) as error:
-        raise BadOption("the command line", "set", f"'{text}' is not a value") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadOption("the command line", "set", f"'{text[:200]}' is not a value") from error
 
 
 def _overridden(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -36,8 +37,9 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
     workers = [
         context.Process(target=_work, args=given, daemon=True) for _ in range(min(jobs, len(runs)))
     ]
-    for worker in workers:
-        worker.start()
+    with _ignored(signal.SIGINT, signal.SIGTERM):  # from birth: the parent tells them to stop
+        for worker in workers:
+            worker.start()
     stop = Stop()
     try:
         with stop.heeded():
@@ -55,8 +57,22 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
                 raise Interrupted
     finally:
         for worker in workers:
-            worker.terminate()
+            worker.kill()
             worker.join()
+
+
+@contextlib.contextmanager
+def _ignored(*kinds: signal.Signals) -> Iterator[None]:
+    """For processes that are started meanwhile; a signal that comes now is dropped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only that one may set handlers
+        return
+    before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def _news(
@@ -77,7 +93,8 @@ def _news(
 
 def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any) -> None:
     """One process: takes runs until there are none left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells its workers to stop
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.SIG_IGN)  # the parent tells its workers to stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     inputs = Inputs()

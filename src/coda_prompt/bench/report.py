@@ -24,7 +24,7 @@ from coda_prompt.bench.runner import (
     shared_config,
 )
 from coda_prompt.bench.surroundings import hashes
-from coda_prompt.errors import ChangedRun, CorruptFile, MissingData
+from coda_prompt.errors import BrokenRun, ChangedRun, MissingData
 from coda_prompt.methods import METHODS
 
 REFERENCE = "coda-p"
@@ -95,12 +95,13 @@ def read_run(folder: Path) -> FinishedRun:
         method, seed = config["method"], config["training"]["seed"]
         run = FinishedRun(method, seed, config, result, inputs, folder)
         _check_matrices(run)
-        run.measures()
+        if not all(isinstance(value, float | int) for value in run.measures().values()):
+            raise TypeError("a measure that is no number")
         config["name"], config["implementation"], config["options"]
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CorruptFile(folder, f"is not a run folder ({error!r})") from error
+        raise BrokenRun(folder, f"is not a run folder ({error!r})") from error
     return run
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,9 @@ from coda_prompt.bench.inputs import Inputs, stream_of
 from coda_prompt.bench.surroundings import PeakMemory, environment, hashes
 from coda_prompt.data.pocket import STRENGTH
 from coda_prompt.errors import (
+    BrokenRun,
     ChangedRun,
-    CorruptFile,
     Interrupted,
-    MissingData,
     MissingExtra,
     RunBusy,
 )
@@ -141,9 +141,6 @@ def execute(
     surroundings = environment(backbone, source)
     if run.point is None:
         _refuse_other_inputs(run, surroundings)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_json(run.folder / CONFIG, run.config)
-    write_json(run.folder / ENVIRONMENT, surroundings)
     stream = stream_of(benchmark, source, run.seed)
     pixels = (
         backbone.pixels if benchmark.preprocess == "weights" else backbone.pixels.unnormalised()
@@ -157,13 +154,19 @@ def execute(
     training = benchmark.method_training(run.method, run.seed)
     fabric = Fabric(accelerator="auto", devices=1, loggers=_loggers(run))
     memory = PeakMemory()
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if (run.folder / LOG).is_symlink():
+        raise BrokenRun(run.folder / LOG, "is a link to elsewhere")
     with exclusive(run.folder, RunBusy), (run.folder / LOG).open("a+", encoding="utf-8") as log:
+        write_json(run.folder / CONFIG, run.config)
+        write_json(run.folder / ENVIRONMENT, surroundings)
         result = Result.empty([len(task.test) for task in stream.tasks])
         clock = time.perf_counter
         started = clock()
 
         def notes() -> dict[str, Any]:
             log.flush()
+            os.fsync(log.fileno())
             return {
                 **_measured(result),
                 "seconds": clock() - started,
@@ -172,9 +175,13 @@ def execute(
 
         identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
         keeper = Keeper(run.folder / CHECKPOINTS, identity, stop=stop, notes=notes)
-        log.truncate(0 if keeper.found is None else _restored(result, keeper.found))
+        length = os.path.getsize(log.fileno())
         if keeper.found is not None:
-            started -= keeper.found.notes["seconds"]
+            kept, seconds = _restored(result, keeper.found)
+            if kept > length:
+                log_lost(run.folder / LOG)
+            length, started = min(kept, length), started - seconds
+        log.truncate(length if keeper.found is not None else 0)
 
         def tell(event: Event) -> None:
             heed(stop, event)
@@ -210,30 +217,39 @@ def execute(
         keeper.remove()
 
 
-def _restored(result: Result, found: Checkpoint) -> int:
-    """Fill in what had been measured; how much of the log belongs to it comes back."""
+def _restored(result: Result, found: Checkpoint) -> tuple[int, float]:
+    """Fill in what had been measured; bytes of the log and seconds that belong to it come back."""
     held = found.notes
     try:
         result.matrix[:], result.own_classes[:] = (
             np.array(held[name], dtype=float) for name in ("matrix", "own_classes")
         )
-        result.losses[:] = held["losses"]
-        float(held["seconds"])
-        return int(held["log"])
+        result.losses[:] = [[float(loss) for loss in task] for task in held["losses"]]
+        if isinstance(held["seconds"], str) or isinstance(held["log"], str):
+            raise TypeError
+        return int(held["log"]), float(held["seconds"])
     except (LookupError, TypeError, ValueError, OverflowError) as error:
-        raise CorruptFile(CHECKPOINTS, "its notes are not those of a run") from error
+        raise BrokenRun(CHECKPOINTS, "its notes are not those of a run") from error
+
+
+def log_lost(path: Path) -> None:
+    log.warning("%s is shorter than it was: what it had lost is not told again", path)
 
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
     """Rows of one table are measured on the same stream, data and weights."""
     own = shared_config(as_json(run.config))
     for result in sorted(run.folder.parent.parent.glob(f"*/trial-*/{RESULT}")):
-        before = read_json(result.with_name(ENVIRONMENT))
+        place = result.with_name(ENVIRONMENT)
+        try:
+            before = hashes(read_json(place))
+        except (LookupError, TypeError) as error:
+            raise BrokenRun(place, "does not say the hashes of its inputs") from error
         changed = difference(shared_config(read_json(result.with_name(CONFIG))), own)
         changed += [
-            f"{name} sha256: {held} -> {now}"
+            f"{name} sha256: {before[name]} -> {now}"
             for name, now in hashes(surroundings).items()
-            if (held := before.get(name, {}).get("sha256")) != now
+            if before[name] != now
         ]
         if changed:
             raise ChangedRun(result.parent, changed)
@@ -331,11 +347,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise MissingData(path, "cannot be read", "Run the benchmark again.") from error
+        raise BrokenRun(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(path, "is not JSON") from error
+        raise BrokenRun(path, "is not JSON") from error
     if not isinstance(content, dict):
-        raise CorruptFile(path, "is not a JSON object")
+        raise BrokenRun(path, "is not a JSON object")
     return content
 
 

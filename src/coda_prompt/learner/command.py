@@ -55,7 +55,7 @@ def learn(
 ) -> None:
     """Make or continue a model; the folder is replaced in one step when all is learned."""
     console, stop = messages(), Stop()
-    with store.writing(model) as completed, contextlib.ExitStack() as heeding:
+    with store.writing(model), contextlib.ExitStack() as heeding:
         if (model / store.MODEL).exists():
             classifier = ContinualClassifier.load(model, device=device)
             _refuse_changes(classifier, backbone, method)
@@ -65,8 +65,10 @@ def learn(
             classifier = ContinualClassifier(**chosen, device=device)
 
         def tell_start(images: Labelled, warnings: list[str]) -> None:
-            counts = images.counts()
-            if completed and classifier.tasks_[-1]["images"] == counts:
+            lesson = f"{images.split.fingerprint()} {images.names}"
+            if store.begin_lesson(model, lesson, len(classifier.tasks_)):
+                store.refresh_copies(model, card_of(store.read_model(model).description))
+                store.end_lesson(model)
                 raise LearnedBefore(model)
             say(
                 console,
@@ -97,6 +99,7 @@ def learn(
                 on_start=tell_start,
             )
         classifier.write(model)
+        store.end_lesson(model)
     if as_json:
         print_json(dataclasses.asdict(learned))
     else:

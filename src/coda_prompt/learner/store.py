@@ -7,6 +7,7 @@ the card are copies for people and for the hub.
     previous.safetensors   the same before the newest task, for `undo`
     next.safetensors       only while a save is under way; a crash leaves it, and it counts
     .progress              only while a training is under way; the same command goes on from it
+    .learning.json         only while `coda learn` is at work: of which images, on which version
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safet
 CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
 """The folder of a training that is under way."""
+LESSON = ".learning.json"
 LARGEST_HEADER = 100 * 2**20
 
 
@@ -171,17 +173,38 @@ def restore_previous(folder: Path, card: str) -> None:
     _write_copies(folder, previous, card)
 
 
+def begin_lesson(folder: Path, images: str, version: int) -> bool:
+    """Note that these images are about to be learned on this version, where that was not done.
+
+    Whether it was: the same lesson, noted on the version before, and cut off after it was saved.
+    """
+    note = {"images": images, "version": version}
+    try:
+        done: bool = json.loads((folder / LESSON).read_bytes()) == {**note, "version": version - 1}
+    except (OSError, ValueError, RecursionError):
+        done = False
+    if not done:
+        write_atomically(folder / LESSON, json.dumps(note).encode())
+    return done
+
+
+def end_lesson(folder: Path) -> None:
+    (folder / LESSON).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[bool]:
-    """One writer at a time; whether a save that had been cut off was finished first is yielded."""
+def writing(folder: Path) -> Iterator[None]:
+    """One writer at a time; a save that had been cut off is finished first."""
     fresh = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
     try:
         with exclusive(folder, ModelBusy):
-            yield _recover(folder)
+            _recover(folder)
+            yield
     finally:
         if fresh and not (folder / MODEL).exists():  # nothing came of it
+            end_lesson(folder)
             (folder / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -212,7 +235,7 @@ def _refuse_foreign(folder: Path) -> None:
         if b'"description"' not in header:
             raise CorruptFile(folder / MODEL, "is not a model of this program")
         return
-    ours = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS}
+    ours = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON}
     others = [entry.name for entry in folder.iterdir() if entry.name not in ours]
     if [name for name in others if not name.endswith(".tmp")]:
         raise MissingData(
@@ -220,13 +243,13 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _recover(folder: Path) -> bool:
+def _recover(folder: Path) -> None:
     """Finish a save that was cut off after the new model had been written, and tidy up."""
     for left in folder.glob(".*.tmp"):
         left.unlink(missing_ok=True)
     waiting = folder / NEXT
     if not waiting.exists():
-        return False
+        return
     try:
         following, previous = _read(folder, NEXT), _read(folder, PREVIOUS)
         complete = _follows(following, previous)
@@ -236,12 +259,16 @@ def _recover(folder: Path) -> bool:
         os.replace(waiting, folder / MODEL)
     else:
         waiting.unlink()
-    return complete
 
 
 def _follows(model: Model, previous: Model) -> bool:
     """Whether `model` is `previous` with one more task."""
     return model.description.tasks[:-1] == previous.description.tasks
+
+
+def refresh_copies(folder: Path, card: str) -> None:
+    """Write the description and the card again, which a kill may have left behind."""
+    _write_copies(folder, read_model(folder), card)
 
 
 def _write_copies(folder: Path, model: Model, card: str) -> None:

@@ -171,10 +171,15 @@ def _is_square(number: int) -> bool:
     return number > 0 and math.isqrt(number) ** 2 == number
 
 
+MOST = {"depth": 256, "image_size": 2048, "size": 2048, "channels": 64}
+LEAST = {"registers": 0}
+"""Sizes a file may state; what they say is allocated before its tensors are compared."""
+
+
 def _described(path: Path, kind: type[Described], text: str) -> Described:
     try:
         stated = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFile(path, f"its metadata are not JSON ({error})") from error
     if not isinstance(stated, Mapping):
         raise CorruptFile(path, f"its metadata state no {kind.__name__}")
@@ -185,4 +190,6 @@ def _described(path: Path, kind: type[Described], text: str) -> Described:
     for name, value in values.items():
         if name not in defaults or type(value) is not type(defaults[name]):
             raise CorruptFile(path, f"its metadata state {name} = {value!r} for {kind.__name__}")
+        if type(value) is int and not LEAST.get(name, 1) <= value <= MOST.get(name, 1 << 16):
+            raise CorruptFile(path, f"its metadata state an impossible {name} = {value}")
     return kind(**values)

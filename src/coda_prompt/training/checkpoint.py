@@ -63,6 +63,9 @@ def load_method(folder: str | Path, backbone: ViT) -> Method:
     found = backbone.fingerprint()
     if description["backbone"] != found:
         raise WrongBackbone(folder, description["backbone"], found)
+    if description["method"] not in methods.METHODS:  # no code is run that a folder names
+        problem = f"its method '{description['method']}' does not come with this program"
+        raise CorruptFile(folder, problem)
     path = folder / description["file"]
     content = _read(path)
     digest = hashlib.sha256(content).hexdigest()
@@ -88,7 +91,7 @@ def _read(path: Path) -> bytes:
 def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFile(path, "is not JSON") from error
     texts = ("method", "backbone", "file", "sha256")
     if (

@@ -19,6 +19,7 @@ from coda_prompt.data.stream import Samples, Stream, Task
 from coda_prompt.errors import (
     BadOption,
     ClassInTwoTasks,
+    CorruptFile,
     EmptyTask,
     NonFiniteLoss,
     NotLearned,
@@ -94,6 +95,8 @@ class Engine:
         done = 0
         if keeper is not None and keeper.found is not None:
             done = keeper.found.task
+            if done > len(tasks):
+                raise CorruptFile(keeper.folder, f"it counts {done} tasks of {len(tasks)}")
             self._place(method)
             keeper.restore_learned(method)
         for task in tasks[done:]:
@@ -186,12 +189,16 @@ class Engine:
             if isinstance(network, ViT):
                 network.recompute = training.recompute
         going = Going() if keeper is None else keeper.restore_training(method, optimizer)
+        if going.epoch > training.epochs:
+            raise CorruptFile("the checkpoint", f"it counts {going.epoch} epochs")
         for epoch in range(going.epoch, training.epochs):
             rate = learning_rate(training.schedule, start, epoch, training.epochs)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             samples = self._epoch_samples(method, own, past, index, epoch)
             order = self._shuffled(len(samples), index, epoch)
+            if going.step > len(order):
+                raise CorruptFile("the checkpoint", f"it counts {going.step} steps of {len(order)}")
             left = order[going.step :]
             shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in left]
             key = Epoch(training.seed, index, epoch, training.views)

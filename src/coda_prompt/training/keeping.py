@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ FORMAT = 1
 KEPT = 2
 CHECKPOINT = "checkpoint-{:06}.json"
 LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
-FILE_NAME = r"^(learned|training)-\d{6}\.safetensors$"
+FILE_NAME = r"^(learned|training)-[0-9]{6,12}\.safetensors$"
+CHECKPOINT_NAME = re.compile(r"checkpoint-([0-9]{6,9})\.json")
 
 
 class KeptFile(FileFields):
@@ -124,6 +126,8 @@ class Keeper:
         found, self.found = self.found, None
         if found is None or found.training is None:
             return Going()
+        if len(found.losses) != found.epoch:
+            raise CorruptFile(self.folder, "a checkpoint in it counts other epochs than it has")
         tensors = self._tensors(found.training)
         parameters = {name: held for name, held in method.named_parameters() if held.requires_grad}
         state = optimizer.state_dict()
@@ -243,7 +247,7 @@ class Keeper:
 
     def _tidy(self) -> None:
         """Remove what no kept checkpoint needs."""
-        newest = sorted(self.folder.glob("checkpoint-*.json"))[-KEPT:]
+        newest = self._checkpoints()[-KEPT:]
         needed = {path.name for path in newest}
         for path in newest:
             held = self._read(path)
@@ -258,10 +262,10 @@ class Keeper:
 
     def _newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole and of this training."""
-        paths = sorted(self.folder.glob("checkpoint-*.json"), reverse=True)
-        if paths and paths[0].stem.rpartition("-")[2].isdigit():
-            self._number = int(paths[0].stem.rpartition("-")[2])
-        for path in paths:
+        paths = self._checkpoints()
+        if paths:
+            self._number = _number(paths[-1])
+        for path in reversed(paths):
             held = self._read(path)
             problem = held if isinstance(held, str) else self._damage(held)
             if problem is None and isinstance(held, Checkpoint):
@@ -297,9 +301,19 @@ class Keeper:
                 return f"{file.name} cannot be read: {error.strerror}"
         return None
 
+    def _checkpoints(self) -> list[Path]:
+        """Oldest first; files of other names are none of ours."""
+        found = self.folder.glob("checkpoint-*.json")
+        return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=_number)
+
     def _own_files(self) -> list[Path]:
         kinds = ("checkpoint-*.json", "learned-*.safetensors", "training-*.safetensors", ".*.tmp")
         return [path for kind in kinds for path in self.folder.glob(kind)]
+
+
+def _number(path: Path) -> int:
+    found = CHECKPOINT_NAME.fullmatch(path.name)
+    return int(found[1]) if found else 0
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
