@@ -9,6 +9,9 @@ Both sides have the same threads, weights, images and precision, and take turns;
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import json
 import platform
 import statistics
@@ -155,6 +158,9 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 def peak_above(build: Callable[[], Step]) -> float:
     """MiB a step needs above what lay in memory before it (Linux)."""
     step = build()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc: what was freed in building is given back
     memory = PeakMemory()
     before = memory.peak()
     step()
