@@ -779,9 +779,9 @@ def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("cifar-100", ("cifar-100-python.tar.gz", "161 MB", "University of Toronto")),
-        ("imagenet-r", ("imagenet-r.tar", "2 GB", "Hendrycks", "imagenet-r_train.yaml")),
-        ("domainnet", ("six archives", "17.5 GB", "Boston University")),
+        ("cifar-100", ("cifar-100-python.tar.gz", "161 MB", "https://www.cs.toronto.edu")),
+        ("imagenet-r", ("imagenet-r.tar", "2 GB", "https://github.com/hendrycks", "imagenet-r_train.yaml")),
+        ("domainnet", ("six archives", "17.5 GB", "https://ai.bu.edu/M3SDA")),
     ],
 )
 def test_a_missing_dataset_says_what_to_get_and_where_to_put_it(
