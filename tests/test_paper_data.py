@@ -780,7 +780,10 @@ def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
     ("name", "told"),
     [
         ("cifar-100", ("cifar-100-python.tar.gz", "161 MB", "https://www.cs.toronto.edu")),
-        ("imagenet-r", ("imagenet-r.tar", "2 GB", "https://github.com/hendrycks", "imagenet-r_train.yaml")),
+        (
+            "imagenet-r",
+            ("imagenet-r.tar", "2 GB", "https://github.com/hendrycks", "imagenet-r_train.yaml"),
+        ),
         ("domainnet", ("six archives", "17.5 GB", "https://ai.bu.edu/M3SDA")),
     ],
 )
