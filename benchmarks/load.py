@@ -23,20 +23,13 @@ import numpy as np
 from speed import machine, show
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.pocket import pocket_source
 from coda_prompt.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from drawings import drawings  # type: ignore[import-not-found]
 from serving import ended, png, served, teach  # type: ignore[import-not-found]
 
 ROUNDS = 3
-
-
-def drawings(rows: range, count: int, *, test: bool) -> tuple[Any, list[str]]:
-    source = pocket_source()
-    split: Any = source.test if test else source.train
-    places = [place for row in rows for place in np.flatnonzero(split.labels == row)[:count]]
-    return split.images[places], [source.class_names[split.labels[place]] for place in places]
 
 
 async def load(address: str, bodies: list[bytes], requests: int, callers: int) -> dict[str, Any]:
@@ -93,7 +86,7 @@ def while_learning(folder: Path, images: Any, requests: int, callers: int) -> li
     bodies = [png(image) for image in images]
     versions = [ContinualClassifier.load(folder)]
     with served(str(folder)) as client:
-        lessons = [drawings(range(first, first + 5), 20, test=False) for first in (50, 60)]
+        lessons = [drawings(range(first, first + 5), 20) for first in (50, 60)]
         jobs = []
 
         async def both() -> dict[str, Any]:
@@ -139,7 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         classifier = ContinualClassifier()
-        classifier.learn(*drawings(range(40), 40, test=False))
+        classifier.learn(*drawings(range(40), 40))
         classifier.save(folder)
         images, _ = drawings(range(40), 2, test=True)
         bodies = [png(image) for image in images]

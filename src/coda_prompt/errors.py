@@ -116,26 +116,17 @@ class BadImages(CodaError):
 
 
 class CorruptFile(CodaError):
-    def __init__(self, path: object, problem: str) -> None:
-        super().__init__(f"{path}: {problem}. Fetch the file again or restore it from a copy.")
+    remedy = "Fetch the file again or restore it from a copy."
+
+    def __init__(self, path: object, problem: str, remedy: str | None = None) -> None:
+        self.problem = problem
+        super().__init__(f"{path}: {problem}. {remedy or self.remedy}")
 
 
 class BrokenRun(CorruptFile):
     """Something in a run's folder."""
 
-    def __init__(self, path: object, problem: str) -> None:
-        CodaError.__init__(
-            self, f"{path}: {problem}. Remove the folder of this run and run it again."
-        )
-
-
-class DamagedModel(CorruptFile):
-    """A model that is damaged while the version before it is there."""
-
-    def __init__(self, path: object, problem: str) -> None:
-        CodaError.__init__(
-            self, f"{problem} Or go back to the version before the newest task: coda undo."
-        )
+    remedy = "Remove the folder of this run and run it again."
 
 
 class KeyMismatch(CodaError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -20,16 +20,9 @@ class Stop:
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """Signals ask from here on; elsewhere than in the main thread nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
+        """Signals ask from here on."""
+        with _handled(self._ask):
             yield
-            return
-        before = {kind: signal.signal(kind, self._ask) for kind in _KINDS}
-        try:
-            yield
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
@@ -37,4 +30,23 @@ class Stop:
         self.asked = True
 
 
-_KINDS = (signal.SIGINT, signal.SIGTERM)
+KINDS = (signal.SIGINT, signal.SIGTERM)
+
+
+def ignored() -> contextlib.AbstractContextManager[None]:
+    """Requests to stop are dropped, also by processes that are started meanwhile."""
+    return _handled(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """For a while; elsewhere than in the main thread, which alone may set them, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {kind: signal.signal(kind, handler) for kind in KINDS}
+    try:
+        yield
+    finally:
+        for kind, earlier in before.items():
+            signal.signal(kind, earlier)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -17,7 +16,7 @@ import torch
 from coda_prompt.bench.inputs import Inputs
 from coda_prompt.bench.runner import OnEvent, Run, execute
 from coda_prompt.errors import CodaError, Interrupted, LostWorker
-from coda_prompt.stopping import Stop
+from coda_prompt.stopping import KINDS, Stop, ignored
 from coda_prompt.training.settings import Event
 
 LAST_STEP = 600
@@ -37,7 +36,7 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
     workers = [
         context.Process(target=_work, args=given, daemon=True) for _ in range(min(jobs, len(runs)))
     ]
-    with _ignored(signal.SIGINT, signal.SIGTERM):  # from birth: the parent tells them to stop
+    with ignored():  # from birth: the parent tells them to stop
         for worker in workers:
             worker.start()
     stop = Stop()
@@ -61,20 +60,6 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
             worker.join()
 
 
-@contextlib.contextmanager
-def _ignored(*kinds: signal.Signals) -> Iterator[None]:
-    """For processes that are started meanwhile; a signal that comes now is dropped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only that one may set handlers
-        return
-    before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
 def _news(
     workers: Sequence[BaseProcess], told: Any, left: int, stop: Stop
 ) -> Iterator[tuple[int, Event | str | None]]:
@@ -93,8 +78,8 @@ def _news(
 
 def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any) -> None:
     """One process: takes runs until there are none left."""
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.SIG_IGN)  # the parent tells its workers to stop
+    for kind in KINDS:
+        signal.signal(kind, signal.SIG_IGN)  # also where the parent could not see to it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     inputs = Inputs()

@@ -157,7 +157,7 @@ def execute(
     run.folder.mkdir(parents=True, exist_ok=True)
     if (run.folder / LOG).is_symlink():
         raise BrokenRun(run.folder / LOG, "is a link to elsewhere")
-    with exclusive(run.folder, RunBusy), (run.folder / LOG).open("a+", encoding="utf-8") as log:
+    with exclusive(run.folder, RunBusy), (run.folder / LOG).open("a+", encoding="utf-8") as events:
         write_json(run.folder / CONFIG, run.config)
         write_json(run.folder / ENVIRONMENT, surroundings)
         result = Result.empty([len(task.test) for task in stream.tasks])
@@ -165,31 +165,32 @@ def execute(
         started = clock()
 
         def notes() -> dict[str, Any]:
-            log.flush()
-            os.fsync(log.fileno())
+            events.flush()
+            os.fsync(events.fileno())
             return {
                 **_measured(result),
                 "seconds": clock() - started,
-                "log": log.tell(),
+                "log": events.tell(),
             }
 
         identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
         keeper = Keeper(run.folder / CHECKPOINTS, identity, stop=stop, notes=notes)
-        length = os.path.getsize(log.fileno())
+        length = 0
         if keeper.found is not None:
-            kept, seconds = _restored(result, keeper.found)
-            if kept > length:
-                log_lost(run.folder / LOG)
-            length, started = min(kept, length), started - seconds
-        log.truncate(length if keeper.found is not None else 0)
+            length, seconds = _restored(result, keeper.found)
+            started -= seconds
+            if (there := os.path.getsize(events.fileno())) < length:
+                log.warning("%s has lost lines, which are not told again", run.folder / LOG)
+                length = there
+        events.truncate(length)
 
         def tell(event: Event) -> None:
             heed(stop, event)
             if event.kind == "pass":
                 return
             if event.kind != "step":
-                log.write(json.dumps(_told(event)) + "\n")
-                log.flush()
+                events.write(json.dumps(_told(event)) + "\n")
+                events.flush()
                 fabric.log_dict(*_curves(event))
             on_event(run, event)
 
@@ -230,10 +231,6 @@ def _restored(result: Result, found: Checkpoint) -> tuple[int, float]:
         return int(held["log"]), float(held["seconds"])
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise BrokenRun(CHECKPOINTS, "its notes are not those of a run") from error
-
-
-def log_lost(path: Path) -> None:
-    log.warning("%s is shorter than it was: what it had lost is not told again", path)
 
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:

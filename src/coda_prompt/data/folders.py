@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from coda_prompt.console import visible
 from coda_prompt.data.images import SUFFIXES
 from coda_prompt.errors import MissingData
 
 FOLDERS_WANTED = "Point at a folder with one folder of images per class, or with train/ and test/."
 
-_CONTROLS = ("Cc", "Zl", "Zp")
 Identities = frozenset[tuple[int, int]]  # device and inode
 
 
@@ -142,11 +141,7 @@ def _identities_above(root: Path) -> Identities:
 
 def is_name(text: str) -> bool:
     """Whether this can be the name of a class: Unicode, no control character, not empty."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return bool(text) and not any(unicodedata.category(letter) in _CONTROLS for letter in text)
+    return bool(text) and "\n" not in text and visible(text) == text
 
 
 def _named(root: Path, name: str) -> str:

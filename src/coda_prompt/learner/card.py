@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from coda_prompt.learner.store import Description
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coda_prompt.learner.store import Description
 
 SHOWN = 40
 

@@ -37,7 +37,6 @@ from coda_prompt.learner.calibration import (
     merged_temperature,
     probabilities,
 )
-from coda_prompt.learner.card import card_of
 from coda_prompt.learner.inputs import Labelled, labelled, unlabelled
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
@@ -244,7 +243,6 @@ class ContinualClassifier:
         """As `predict_proba`, of a batch of views: nothing but the passes, for a service."""
         if not self._tasks:
             raise NotTaught([], [])
-        self._method.to(self._fabric.device).eval()
         with torch.inference_mode():
             scores = self._method.logits(views.to(self._fabric.device)).float().cpu()
         return probabilities(scores.double(), self.temperature).numpy()
@@ -313,7 +311,7 @@ class ContinualClassifier:
     def write(self, folder: Path) -> None:
         """As `save`, for one who holds the folder's lock already."""
         model = self._model()
-        store.write_model(folder, model, self._past(), card_of(model.description))
+        store.write_model(folder, model, self._past())
         self._current, self._home = model, (folder.resolve(), store.digest_on_disk(folder))
 
     @classmethod
@@ -554,6 +552,7 @@ class ContinualClassifier:
             if not tensor.isfinite().all() or (counts and (tensor < 0).any()):
                 raise CorruptFile(place, "it holds numbers that cannot be")
         self._method.load_learned_state(model.tensors)
+        self._method.to(self._fabric.device).eval()
         if self._method.classes_seen != len(model.description.classes):
             raise CorruptFile(place, "it names more or fewer classes than it has learned")
         self._tasks = list(model.description.tasks)

@@ -26,7 +26,7 @@ from coda_prompt.errors import (
 )
 from coda_prompt.learner import store
 from coda_prompt.learner.advice import UNKNOWN, summary
-from coda_prompt.learner.card import card_of, percent
+from coda_prompt.learner.card import percent
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.inputs import Labelled, image_paths
 from coda_prompt.learner.results import Learned
@@ -67,7 +67,7 @@ def learn(
         def tell_start(images: Labelled, warnings: list[str]) -> None:
             lesson = f"{images.split.fingerprint()} {images.names}"
             if store.begin_lesson(model, lesson, len(classifier.tasks_)):
-                store.refresh_copies(model, card_of(store.read_model(model).description))
+                store.refresh_copies(model)
                 store.end_lesson(model)
                 raise LearnedBefore(model)
             say(
@@ -211,8 +211,7 @@ def undo(model: Path) -> None:
     with contextlib.suppress(CorruptFile):  # a folder that is no model is told so
         store.read_model(model)
     with store.writing(model):
-        previous = store.read_previous(model)
-        store.restore_previous(model, card_of(previous.description) if previous else "")
+        store.restore_previous(model)
     kept = store.read_model(model).description
     where = printable(str(model))
     say(messages(), f"{where}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks")

@@ -27,8 +27,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.data.folders import is_name
-from coda_prompt.errors import CorruptFile, DamagedModel, MissingData, ModelBusy, NothingToUndo
+from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
 from coda_prompt.files import LOCK, OWNER, FileFields, exclusive, write_atomically
+from coda_prompt.learner.card import card_of
 
 FORMAT = 1
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
@@ -137,7 +138,8 @@ def read_model(folder: Path) -> Model:
     except CorruptFile as error:
         if not (folder / PREVIOUS).exists():
             raise
-        raise DamagedModel(folder / MODEL, str(error)) from error
+        undo = f"{error.remedy} Or go back to the version before the newest task: coda undo."
+        raise CorruptFile(folder / MODEL, error.problem, undo) from error
 
 
 def read_previous(folder: Path) -> Model | None:
@@ -152,7 +154,7 @@ def read_previous(folder: Path) -> Model | None:
     return previous if _follows(model, previous) else None
 
 
-def write_model(folder: Path, model: Model, previous: Model | None, card: str) -> None:
+def write_model(folder: Path, model: Model, previous: Model | None) -> None:
     """Replace the folder's model; whenever this stops, a reader finds one whole version."""
     if previous is None:
         write_atomically(folder / MODEL, packed(model))
@@ -161,16 +163,16 @@ def write_model(folder: Path, model: Model, previous: Model | None, card: str) -
         write_atomically(folder / NEXT, packed(model))
         write_atomically(folder / PREVIOUS, packed(previous))
         os.replace(folder / NEXT, folder / MODEL)
-    _write_copies(folder, model, card)
+    _write_copies(folder, model)
 
 
-def restore_previous(folder: Path, card: str) -> None:
+def restore_previous(folder: Path) -> None:
     """Undo: the previous model takes the newest one's place."""
     previous = read_previous(folder)
     if previous is None:
         raise NothingToUndo(folder)
     os.replace(folder / PREVIOUS, folder / MODEL)
-    _write_copies(folder, previous, card)
+    _write_copies(folder, previous)
 
 
 def begin_lesson(folder: Path, images: str, version: int) -> bool:
@@ -213,12 +215,15 @@ def writing(folder: Path) -> Iterator[None]:
 def digest_on_disk(folder: Path) -> str | None:
     """The hash that a folder's model names in its header; None: there is no such model."""
     try:
-        with (folder / MODEL).open("rb") as file:
-            start = file.read(8)
-            text = file.read(min(int.from_bytes(start, "little"), LARGEST_HEADER))
-        return str(json.loads(text)["__metadata__"]["sha256"])
+        return str(json.loads(_header(folder / MODEL))["__metadata__"]["sha256"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+def _header(path: Path) -> bytes:
+    """Of a safetensors file, whose body is not read."""
+    with path.open("rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), LARGEST_HEADER))
 
 
 def size_on_disk(folder: Path) -> dict[str, int]:
@@ -229,10 +234,7 @@ def size_on_disk(folder: Path) -> dict[str, int]:
 def _refuse_foreign(folder: Path) -> None:
     """A folder with other things in it is not ours to write to."""
     if (folder / MODEL).exists():
-        with (folder / MODEL).open("rb") as file:
-            start = file.read(8)
-            header = file.read(min(int.from_bytes(start, "little"), LARGEST_HEADER))
-        if b'"description"' not in header:
+        if b'"description"' not in _header(folder / MODEL):
             raise CorruptFile(folder / MODEL, "is not a model of this program")
         return
     ours = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON}
@@ -266,14 +268,14 @@ def _follows(model: Model, previous: Model) -> bool:
     return model.description.tasks[:-1] == previous.description.tasks
 
 
-def refresh_copies(folder: Path, card: str) -> None:
+def refresh_copies(folder: Path) -> None:
     """Write the description and the card again, which a kill may have left behind."""
-    _write_copies(folder, read_model(folder), card)
+    _write_copies(folder, read_model(folder))
 
 
-def _write_copies(folder: Path, model: Model, card: str) -> None:
+def _write_copies(folder: Path, model: Model) -> None:
     write_atomically(folder / CONFIG, config_text(model).encode())
-    write_atomically(folder / CARD, card.encode())
+    write_atomically(folder / CARD, card_of(model.description).encode())
 
 
 def config_text(model: Model) -> str:

@@ -132,17 +132,20 @@ class RandomRidge(nn.Module):
         if self.fixed_ridge is None and _can_choose(labels):
             self.errors = self.errors + self._held_out_errors(features, labels, task)
             self.ridge = self.ridge.new_tensor(RIDGES[int(self.errors.argmin())])
-        gram, (added, mixed) = self._unpacked(), self._added(features, labels)
-        means = (added / torch.bincount(labels, minlength=self.classes).clamp(min=1)).T
+        gram, sums = self._unpacked(), self.sums
+        counts = torch.bincount(labels, minlength=self.classes)
+        if self.blend:
+            added, mixed = self._added(features, labels)
+            means = (added / counts.clamp(min=1)).T
         for part, part_labels in zip(features.split(PART), labels.split(PART), strict=True):
             hidden = self.hidden(part)
+            sums = sums.index_add(1, part_labels, hidden.T)
             if self.blend:
                 hidden = torch.where(mixed, hidden, means[part_labels])
             gram = gram + hidden.T @ hidden
-        sums = self.sums + added
         self.gram = torch.cat([row[place:] for place, row in enumerate(gram)])
         self.sums = sums
-        self.counts = self.counts + torch.bincount(labels, minlength=self.classes)
+        self.counts = self.counts + counts
         # On the CPU in float64, which not every accelerator has.
         damped, targets = gram.to("cpu", torch.float64, copy=True), sums.cpu().double()
         ridge = self._used_ridge(float(damped.trace()))

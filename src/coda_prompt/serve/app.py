@@ -20,7 +20,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from swagger_ui_bundle import swagger_ui_path
@@ -120,41 +120,34 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "content": {"application/problem+json": {}}}
     for status in (400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 504)
 }
-IMAGES = {
-    "content": {
-        "application/json": {"schema": {"$ref": "#/components/schemas/Asked"}},
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["images"],
-                "properties": {
-                    "images": {"type": "array", "items": {"type": "string", "format": "binary"}}
-                },
-            }
+FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
+
+
+def _body(name: str, form: dict[str, Any], *required: str) -> dict[str, Any]:
+    """A request's body in the OpenAPI document: JSON of this name, or a form of these fields."""
+    schema: dict[str, Any] = {"type": "object", "properties": form}
+    if required:
+        schema["required"] = list(required)
+    content = {
+        "application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}},
+        "multipart/form-data": {"schema": schema},
+    }
+    return {"requestBody": {"content": content, "required": True}}
+
+
+IMAGES = _body("Asked", {"images": FILES}, "images")
+LESSONS = _body(
+    "Taught",
+    {
+        "images": FILES,
+        "labels": {"type": "array", "items": {"type": "string"}},
+        "archive": {
+            "type": "string",
+            "format": "binary",
+            "description": "A zip of class folders, instead of images and labels.",
         },
     },
-    "required": True,
-}
-LESSONS = {
-    "content": {
-        "application/json": {"schema": {"$ref": "#/components/schemas/Taught"}},
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
-                    "labels": {"type": "array", "items": {"type": "string"}},
-                    "archive": {
-                        "type": "string",
-                        "format": "binary",
-                        "description": "A zip of class folders, instead of images and labels.",
-                    },
-                },
-            }
-        },
-    },
-    "required": True,
-}
+)
 
 
 class Metrics:
@@ -168,7 +161,7 @@ class Metrics:
         self.seconds = Histogram("coda_request_seconds", "Time to answer.", ["path"], **own)
         self.images = Counter("coda_images", "Images predicted.", **own)
         for name, text, value in (
-            ("coda_passes", "Passes of the network.", lambda: service.batches),
+            ("coda_passes", "Passes of the network.", lambda: service.passes),
             ("coda_waiting", "Images waiting.", lambda: service.batcher.waiting),
             ("coda_classes", "Classes known.", lambda: len(service.current.classes)),
             ("coda_tasks", "Tasks learned.", lambda: len(service.current.classifier.tasks_)),
@@ -203,7 +196,7 @@ def make_app(service: Service, door: Door | None = None, *, seconds: float = SEC
 
 def _add_predicting(app: FastAPI, service: Service, metrics: Metrics, seconds: float) -> None:
     @app.post("/v1/predict", response_model=Predictions, responses=PROBLEMS,
-              openapi_extra={"requestBody": IMAGES})  # fmt: skip
+              openapi_extra=IMAGES)  # fmt: skip
     async def predict(
         request: Request,
         top: Annotated[int, Query(ge=1, le=100)] = 5,
@@ -225,7 +218,7 @@ def _add_predicting(app: FastAPI, service: Service, metrics: Metrics, seconds: f
 
 def _add_teaching(app: FastAPI, service: Service) -> None:
     @app.post("/v1/learn", status_code=202, response_model=JobState, responses=PROBLEMS,
-              openapi_extra={"requestBody": LESSONS})  # fmt: skip
+              openapi_extra=LESSONS)  # fmt: skip
     async def learn(request: Request) -> dict[str, Any]:
         """Start learning labelled images; predictions go on with the version there is."""
         return service.teach(await _lessons(request)).told()
@@ -373,8 +366,6 @@ async def _json(request: Request) -> Any:
 
 
 def _validated(kind: type[Given], content: Any) -> Any:
-    from pydantic import ValidationError
-
     try:
         return kind.model_validate(content)
     except ValidationError as error:

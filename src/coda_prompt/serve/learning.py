@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from coda_prompt.data.pocket import pocket_source
-from coda_prompt.errors import BadImages, CodaError
+from coda_prompt.errors import BadImage, BadImages, CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.serve.uploads import Example, image_of
@@ -95,10 +95,10 @@ def learn(model: Path, examples: list[Example]) -> None:
     for number, example in enumerate(examples, 1):
         try:
             images.append(image_of(example.content, f"image {number} ({example.label})"))
-        except CodaError as problem:
+        except BadImage as problem:
             bad.append(problem)
     if bad:
-        raise BadImages(bad)  # type: ignore[arg-type]
+        raise BadImages(bad)
     with store.writing(model):
         classifier = ContinualClassifier.load(model)
         watch = watched(classifier)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
-from coda_prompt.learner.card import card_of
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.serve import learning
 from coda_prompt.serve.batching import Batcher
@@ -59,7 +57,6 @@ class Job:
     reason: str | None = None
     learned: dict[str, Any] | None = None
     version: str | None = None
-    started: float = field(default_factory=time.time)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def told(self) -> dict[str, Any]:
@@ -96,8 +93,7 @@ class Service:
         self.batcher: Batcher[Tensor, Answer] = (
             Batcher(self._answers) if batching else Batcher(self._answers, most=1, wait=0.0)
         )
-        self.batches = 0
-        self.batched = 0
+        self.passes = 0
 
     # -- asking
 
@@ -111,7 +107,7 @@ class Service:
     def _answers(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
         chances = version.classifier.probabilities_of(torch.stack(list(views)))
-        self.batches, self.batched = self.batches + 1, self.batched + len(views)
+        self.passes += 1
         return [Answer(version, own) for own in chances]
 
     # -- teaching
@@ -211,5 +207,4 @@ class Service:
 
     def _undo(self) -> None:
         with store.writing(self.folder):
-            previous = store.read_previous(self.folder)
-            store.restore_previous(self.folder, card_of(previous.description) if previous else "")
+            store.restore_previous(self.folder)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from coda_prompt.data.folders import is_name
-from coda_prompt.data.images import SUFFIXES, read_image
+from coda_prompt.data.images import FORMATS, SUFFIXES, read_image
 from coda_prompt.errors import BadImage, CodaError
 
 MOST_IN_A_REQUEST = 64 * 2**20
@@ -42,7 +42,7 @@ class Example:
 def image_of(content: bytes, name: str, shortest: int | None = None) -> Image.Image:
     """The decoded image; its size is known, and refused, before its pixels are there."""
     try:
-        with Image.open(io.BytesIO(content)) as peeked:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as peeked:
             pixels = peeked.width * peeked.height
     except Image.DecompressionBombError as error:
         raise BadImage(name, f"it has more than the {MOST_PIXELS:,} pixels taken here") from error
