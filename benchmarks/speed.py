@@ -225,7 +225,7 @@ def _one_forward(name: str, size: int) -> Step:
 def evaluation(quick: bool) -> list[dict[str, Any]]:
     """A 10-task stream: after each task all test images so far, in one batch a task."""
     rows = []
-    for name, size, repetitions in (("ViT-B/16", 4, 1), ("ViT-S/16", 8, 3), ("pocket", 100, 3)):
+    for name, size, repetitions in (("ViT-B/16", 2, 1), ("ViT-S/16", 4, 3), ("pocket", 100, 3)):
         if quick and name == "ViT-B/16":
             continue
         method = in_task(name, 10, 100, 10)

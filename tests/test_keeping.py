@@ -272,7 +272,7 @@ def test_a_benchmark_that_is_killed_at_any_moment(
 
 @pytest.mark.parametrize(
     ("kind", "jobs"),
-    [(signal.SIGINT, "1"), (signal.SIGTERM, "1"), (signal.SIGINT, "2"), (signal.SIGTERM, "2")],
+    [(signal.SIGINT, "1"), (signal.SIGTERM, "2")],
 )
 def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
     kind: signal.Signals, jobs: str, tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]

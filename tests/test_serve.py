@@ -278,6 +278,13 @@ def test_a_full_disk_fails_the_lesson_and_nothing_else(own: Path) -> None:
     assert not list(own.glob(".*.tmp"))
 
 
+def accepted(client: httpx.Client) -> float:
+    """Images answered or waiting to be."""
+    told = client.get("/metrics").text.splitlines()
+    names = ("coda_images_total ", "coda_waiting ")
+    return sum(float(line.split()[1]) for line in told if line.startswith(names))
+
+
 def test_what_was_asked_is_answered_before_the_end(model: Path) -> None:
     images, _ = drawings(range(6), 10, test=True)
     statuses: list[int] = []
@@ -290,7 +297,8 @@ def test_what_was_asked_is_answered_before_the_end(model: Path) -> None:
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
-        time.sleep(0.15)
+        while accepted(client) < len(threads) * len(images):
+            time.sleep(0.01)
         os.kill(client.pid, signal.SIGTERM)  # type: ignore[attr-defined]
         for thread in threads:
             thread.join()

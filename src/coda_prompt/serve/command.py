@@ -67,6 +67,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen()  # who calls between the address being said and the start waits
         except (OSError, OverflowError) as error:
             problem = f"{host}:{port} cannot be listened on ({error})"
             raise BadOption("coda serve", "port", problem) from error
