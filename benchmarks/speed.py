@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -141,6 +142,7 @@ def multiply_adds(step: Step) -> float:
     attention: dict[Any, Any] = {  # the CPU's fused attention, which the counter does not know
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        torch.ops.mkldnn._linear_pointwise: _product,
     }
     with FlopCounterMode(display=False, custom_mapping=attention) as counter:
         step()
@@ -149,6 +151,10 @@ def multiply_adds(step: Step) -> float:
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(query, key, value)
+
+
+def _product(inputs: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(inputs) * int(weight[0])
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

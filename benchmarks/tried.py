@@ -55,6 +55,14 @@ def variants(name: str, size: int) -> dict[str, tuple[Step, Tensor]]:
     with torch.autocast("cpu", torch.bfloat16):
         found["bfloat16 autocast"] = (autocast, method.queries(images).float())
 
+    plain = product_step(method, images, labels, cached=False)
+
+    def blas() -> None:
+        with torch.backends.mkldnn.flags(enabled=False):
+            plain()
+
+    found["products through BLAS"] = (blas, method.queries(images))
+
     quantised = _quantised(method)
     if quantised is not None:
         found["query pass in int8"] = _with_queries_of(quantised, method, images, labels)

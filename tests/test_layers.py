@@ -16,6 +16,7 @@ LAYERS = [
     {"learner"},
     {"bench", "serve"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

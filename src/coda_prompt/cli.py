@@ -18,7 +18,9 @@ from coda_prompt.console import visible
 from coda_prompt.errors import CodaError
 
 if TYPE_CHECKING:
+    from coda_prompt.bench.cluster import Cluster
     from coda_prompt.bench.config import Override
+    from coda_prompt.training.devices import Devices
 
 app = typer.Typer(
     help="Image classification that keeps learning new classes without keeping old images.",
@@ -40,6 +42,38 @@ Data = Annotated[
 ]
 Set = Annotated[list[str] | None, typer.Option("--set", help="field.field=value; may be repeated.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time, each with a share of the threads.")]
+DeviceCount = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        min=1,
+        help="Devices of each machine that share one training; on a CPU, "
+        "processes. Without: those torchrun or Slurm started, or one.",
+    ),
+]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, help="Machines that share one training, each started alike.")
+]
+StrategyName = Literal["auto", "ddp", "fsdp"]
+Strategy = Annotated[
+    StrategyName,
+    typer.Option(help="ddp: each device has the backbone; fsdp: each has a part of it."),
+]
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
+Precision = Annotated[
+    PrecisionName | None,
+    typer.Option(help="Of the arithmetic; without: 32-true or the preset's."),
+]
+Executor = Annotated[
+    Literal["local", "ray"], typer.Option(help="Where runs go: this machine, or a Ray cluster.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Of a running Ray cluster; without: one of this machine alone is started."),
+]
+Cpus = Annotated[float, typer.Option(min=0.1, help="Of each run on a Ray cluster.")]
+Gpus = Annotated[float, typer.Option(min=0, help="Of each run on a Ray cluster; 0.5: half a GPU.")]
+Keep = Annotated[bool, typer.Option(help="Leave what was learned in the run folders, too.")]
 QueryMode = Literal["exact", "cached"]
 Queries = Annotated[
     Literal["exact", "cached", "one-stage"] | None,
@@ -135,12 +169,22 @@ def bench(
     data: Data = None,
     override: Set = None,
     jobs: Jobs = 1,
+    device: Device = "auto",
+    devices: DeviceCount = None,
+    nodes: Nodes = None,
+    strategy: Strategy = "auto",
+    precision: Precision = None,
+    executor: Executor = "local",
+    address: Address = None,
+    cpus: Cpus = 1.0,
+    gpus: Gpus = 0.0,
     validation: Annotated[
         bool, typer.Option(help="Test on a fifth of the training images instead.")
     ] = False,
     queries: Queries = None,
     views: Views = None,
     tensorboard: TensorBoard = False,
+    keep: Keep = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -150,7 +194,7 @@ def bench(
     """
     from coda_prompt.bench import command
 
-    overrides = _overrides(data, override, trials)
+    overrides = _overrides(data, override, trials, precision)
     if validation:
         overrides.append((("stream", "validation"), True))
     if views is not None:
@@ -159,7 +203,10 @@ def bench(
         overrides.append((("one_stage",), True))
     elif queries is not None:
         overrides.append((("training", "queries"), queries))
-    manner = command.Manner(out, jobs, tensorboard, dry_run, as_json)
+    manner = command.Manner(
+        out, jobs, _devices(device, devices, nodes, strategy),
+        _cluster(executor, address, cpus, gpus), tensorboard, keep, dry_run, as_json,
+    )  # fmt: skip
     command.bench(benchmark, methods, overrides, manner)
 
 
@@ -186,7 +233,17 @@ def sweep(
     data: Data = None,
     override: Set = None,
     jobs: Jobs = 1,
+    device: Device = "auto",
+    devices: DeviceCount = None,
+    nodes: Nodes = None,
+    strategy: Strategy = "auto",
+    precision: Precision = None,
+    executor: Executor = "local",
+    address: Address = None,
+    cpus: Cpus = 1.0,
+    gpus: Gpus = 0.0,
     tensorboard: TensorBoard = False,
+    keep: Keep = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -196,8 +253,11 @@ def sweep(
     """
     from coda_prompt.bench import command
 
-    manner = command.Manner(out, jobs, tensorboard, dry_run, as_json)
-    overrides = _overrides(data, override, trials)
+    manner = command.Manner(
+        out, jobs, _devices(device, devices, nodes, strategy),
+        _cluster(executor, address, cpus, gpus), tensorboard, keep, dry_run, as_json,
+    )  # fmt: skip
+    overrides = _overrides(data, override, trials, precision)
     command.sweep(what, benchmark, methods or "", values, overrides, manner)
 
 
@@ -214,13 +274,38 @@ def report(
 
 
 @app.command(
+    epilog="Examples: `coda shards photos/ shards/`; then `coda learn my-model shards:shards/` or "
+    "`--set source=shards:s3://bucket/photos`"
+)
+def shards(
+    folder: Annotated[
+        str, typer.Argument(help="Class folders; with train/ and test/, or a fifth is set apart.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write the shards to.")],
+    megabytes: Annotated[int, typer.Option(min=1, help="Of images in a shard, at most.")] = 256,
+) -> None:
+    """Pack a folder of images into tar shards, which can be read from afar, too."""
+    from coda_prompt.data.shards import write_shards
+
+    written = write_shards(folder, out, megabytes)
+    size = sum(path.stat().st_size for path in written) / 1e6
+    typer.echo(f"{out}: {len(written)} shards, {size:.1f} MB", err=True)
+
+
+@app.command(
     epilog="Examples: `coda learn my-model photos/`; "
     "`coda learn my-model more-photos/ --watch photos-kept-aside/`; "
     "`coda learn my-model photos/ --backbone vit-b16-in21k --method coda-p --epochs 10`"
 )
 def learn(
     model: Model,
-    folder: Annotated[str, typer.Argument(help="A folder with one folder of images per class.")],
+    folder: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with one folder of images per class, `hub:owner/name`, or `shards:` and "
+            "the path or address of tar files."
+        ),
+    ],
     backbone: Annotated[
         str | None, typer.Option(help="For a new model; see `coda backbones`.")
     ] = None,
@@ -236,6 +321,10 @@ def learn(
         Path | None, typer.Option(help="Images of old classes: what is forgotten is told.")
     ] = None,
     device: Device = "auto",
+    devices: DeviceCount = None,
+    nodes: Nodes = None,
+    strategy: Strategy = "auto",
+    precision: Precision = None,
     skip_bad: SkipBad = False,
     as_json: AsJson = False,
 ) -> None:
@@ -246,8 +335,10 @@ def learn(
     from coda_prompt.learner import command
 
     command.learn(
-        model, folder, backbone=backbone, method=method, device=device, epochs=epochs,
-        queries=queries, validation=val, watch=watch, skip_bad=skip_bad, as_json=as_json,
+        model, folder, backbone=backbone, method=method,
+        devices=_devices(device, devices, nodes, strategy, precision),
+        epochs=epochs, queries=queries, validation=val, watch=watch, skip_bad=skip_bad,
+        as_json=as_json,
     )  # fmt: skip
 
 
@@ -345,10 +436,31 @@ def serve(
     command.serve(model, host=host, port=port, token=token, batching=batching, device=device)
 
 
-def _overrides(data: Path | None, override: list[str] | None, trials: int | None) -> list[Override]:
+def _overrides(
+    data: Path | None, override: list[str] | None, trials: int | None, precision: str | None
+) -> list[Override]:
     overrides: list[Override] = [] if data is None else [(("data",), str(data))]
     overrides += override or []
-    return overrides if trials is None else [*overrides, (("trials",), trials)]
+    given = {"trials": trials, "precision": precision}
+    return overrides + [((field,), value) for field, value in given.items() if value is not None]
+
+
+def _devices(
+    device: str,
+    devices: int | None,
+    nodes: int | None,
+    strategy: StrategyName,
+    precision: PrecisionName | None = None,
+) -> Devices:
+    from coda_prompt.training.devices import Devices
+
+    return Devices(device, devices, nodes, strategy, precision or "32-true")
+
+
+def _cluster(executor: str, address: str | None, cpus: float, gpus: float) -> Cluster | None:
+    from coda_prompt.bench.cluster import Cluster
+
+    return Cluster(address, cpus, gpus) if executor == "ray" else None
 
 
 def _about(error: OSError) -> str:

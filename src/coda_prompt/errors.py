@@ -266,11 +266,11 @@ class HubProblem(CodaError):
 
 
 class LostWorker(CodaError):
-    def __init__(self, exit_code: int | None) -> None:
+    def __init__(self, cause: str) -> None:
         super().__init__(
-            f"A process that ran part of the benchmark died (exit code {exit_code}; -9 often means "
-            "that memory ran out). Finished runs are kept: start the same command again, with "
-            "fewer --jobs if memory was short."
+            f"A process that ran part of the benchmark died ({cause}; a kill often means that "
+            "memory ran out). Finished runs are kept: start the same command again, with fewer at "
+            "a time if memory was short."
         )
 
 
@@ -280,6 +280,17 @@ class LostLoader(CodaError):
             f"A process that reads images died ({cause}; a kill often means that memory ran out). "
             "What was done is kept: run the same command again, with fewer training.workers if "
             "memory was short."
+        )
+
+
+class LostProcess(CodaError):
+    """Of a training on several devices."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(
+            reason
+            or "A process of this training died (a kill often means that memory ran out). What was "
+            "done is kept: run the same command again."
         )
 
 

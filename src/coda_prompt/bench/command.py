@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from coda_prompt.bench import page, plots, report, tables
+from coda_prompt.bench.cluster import Cluster, run_on_ray
 from coda_prompt.bench.config import Benchmark, Override, check_rows, load_benchmark
 from coda_prompt.bench.parallel import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
-from coda_prompt.bench.runner import Run, row_folder, run_in_turn, runs_of, write_json
+from coda_prompt.bench.runner import OnEvent, Run, row_folder, run_in_turn, runs_of, write_json
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.console import messages, output, print_json
 from coda_prompt.errors import BadOption
+from coda_prompt.training.devices import Devices
 
 SAVED = "benchmark.json"
 """The resolved benchmark beside its runs; `coda bench` takes it as it takes a preset."""
@@ -25,10 +28,19 @@ class Manner:
     """How runs are done and shown; no number depends on it."""
 
     out: Path
-    jobs: int
-    tensorboard: bool
-    dry_run: bool
-    as_json: bool
+    jobs: int = 1
+    devices: Devices = field(default_factory=Devices)
+    """Of each run, where they run in turn."""
+    cluster: Cluster | None = None
+    tensorboard: bool = False
+    keep: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.devices.several and (self.jobs > 1 or self.cluster is not None):
+            problem = "runs at a time have one device each; leave one of the two out"
+            raise BadOption("coda bench", "devices", problem)
 
 
 def bench(name: str, chosen: str | None, overrides: Sequence[Override], manner: Manner) -> None:
@@ -93,19 +105,41 @@ def _run_all(
     runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
     """Do what is not done yet."""
-    runs = [dataclasses.replace(run, tensorboard=manner.tensorboard) for run in runs]
+    runs = [
+        dataclasses.replace(
+            run,
+            tensorboard=manner.tensorboard,
+            keep=manner.keep,
+            device=manner.devices.accelerator,
+        )
+        for run in runs
+    ]
     todo = [run for run in runs if not run.finished()]
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))
-    with BenchProgress(todo, messages()) as progress:
-        if manner.jobs > 1 and len(todo) > 1:
-            going = run_in_parallel(todo, manner.jobs, progress.on_event)
-        else:
-            going = run_in_turn(todo, progress.on_event)
-        for run in going:
+    with _executor(todo, manner) as execute, BenchProgress(todo, messages()) as progress:
+        for run in execute(progress.on_event):
             progress.finished(run)
     return [report.read_run(run.folder) for run in runs]
+
+
+@contextlib.contextmanager
+def _executor(todo: Sequence[Run], manner: Manner) -> Iterator[Callable[[OnEvent], Iterator[Run]]]:
+    """What does these runs and yields each when it is done."""
+    if manner.cluster is not None:
+        cluster = manner.cluster
+        yield lambda on_event: run_on_ray(todo, cluster, on_event)
+    elif manner.jobs > 1 and len(todo) > 1:
+        yield lambda on_event: run_in_parallel(todo, manner.jobs, on_event)
+    elif manner.devices.several:
+        precision, *others = {run.benchmark.precision for run in todo} or {"32-true"}
+        if others:
+            raise BadOption("coda sweep", "devices", "runs of several precisions have one each")
+        with dataclasses.replace(manner.devices, precision=precision).launched() as fabric:
+            yield lambda on_event: run_in_turn(todo, on_event, fabric)
+    else:
+        yield lambda on_event: run_in_turn(todo, on_event)
 
 
 def _methods(benchmark: Benchmark, chosen: str | None) -> list[str]:

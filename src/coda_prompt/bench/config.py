@@ -17,6 +17,7 @@ from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
 from coda_prompt.methods.base import MethodConfig, PromptConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
+from coda_prompt.training.devices import Precision
 from coda_prompt.training.settings import Training
 
 Override = str | tuple[tuple[str, ...], Any]
@@ -58,7 +59,8 @@ class Benchmark(Section):
     """Of the folder of its runs, too."""
     description: str = ""
     source: str
-    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, or an image folder."""
+    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, `shards:` and
+    the path or address of tar files, or an image folder."""
     data: Path | None = None
     """The folder the paper's datasets lie in. Another place for the same data is the same run."""
     lists: Path | None = None
@@ -78,6 +80,8 @@ class Benchmark(Section):
     first_seed: int = Field(default=0, ge=0)
     protocol: Protocol | None = None
     """Whose word counts where paper and released code differ; None: the library's defaults."""
+    precision: Precision = "32-true"
+    """Of the arithmetic; weights stay in float32 but under `64-true`."""
     one_stage: bool = False
     """Queries from the first blocks of the prompted pass itself, which has its prompts one block
     later then (prompt methods' option `query`)."""

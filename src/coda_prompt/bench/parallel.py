@@ -70,7 +70,7 @@ def _news(
         except queue.Empty:
             lost = [worker for worker in workers if worker.exitcode not in (None, 0)]
             if lost:
-                raise LostWorker(lost[0].exitcode) from None
+                raise LostWorker(f"exit code {lost[0].exitcode}") from None
             continue
         left -= news is None
         yield number, news

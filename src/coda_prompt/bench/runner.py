@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -11,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from lightning_fabric import Fabric
 from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+from safetensors.torch import save
 
 from coda_prompt import methods
 from coda_prompt.bench.config import Benchmark
@@ -35,6 +37,7 @@ from coda_prompt.files import as_json, exclusive, write_atomically
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
 from coda_prompt.stopping import Stop
+from coda_prompt.training.devices import Devices, agreed
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.keeping import Checkpoint, Keeper, heed, tensors_sha256
 from coda_prompt.training.loading import Views
@@ -43,7 +46,7 @@ from coda_prompt.training.settings import Event, Result
 log = logging.getLogger(__name__)
 
 CONFIG, ENVIRONMENT, RESULT, LOG = "config.json", "environment.json", "result.json", "events.jsonl"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LEARNED = "checkpoints", "learned.safetensors"
 # Resolved elsewhere in a run's configuration, or without a say in its numbers.
 NOT_IN_A_RUN = {
     "methods", "training", "trials", "first_seed", "demo", "data", "lists", "classes", "protocol",
@@ -75,6 +78,10 @@ class Run:
     point: Point | None = None
     tensorboard: bool = False
     """Whether losses and accuracies go to TensorBoard files, too."""
+    keep: bool = False
+    """Whether what was learned stays in the folder."""
+    device: str = "auto"
+    """What it runs on, where it runs in one process."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -118,27 +125,38 @@ def seeds_of(benchmark: Benchmark) -> range:
     return range(benchmark.first_seed, benchmark.first_seed + benchmark.trials)
 
 
-def run_in_turn(runs: Sequence[Run], on_event: OnEvent) -> Iterator[Run]:
-    """One after another; each is yielded when its result is there."""
+def run_in_turn(
+    runs: Sequence[Run], on_event: OnEvent, fabric: Fabric | None = None
+) -> Iterator[Run]:
+    """One after another, each over the processes of `fabric`; yielded when its result is there."""
     inputs, stop = Inputs(), Stop()
+    asked = stop if fabric is None else agreed(fabric, stop)
     with stop.heeded():
         for run in runs:
-            execute(run, inputs, on_event, stop)
+            execute(run, inputs, on_event, stop, fabric)
             yield run
-            if stop():
+            if asked():
                 raise Interrupted
 
 
 def execute(
-    run: Run, inputs: Inputs, on_event: OnEvent, stop: Callable[[], bool] = lambda: False
+    run: Run,
+    inputs: Inputs,
+    on_event: OnEvent,
+    stop: Callable[[], bool] = lambda: False,
+    fabric: Fabric | None = None,
 ) -> None:
     """Learn and measure; the result is written when all of it is there.
 
-    A run that was stopped goes on, and ends as if it had not been.
+    A run that was stopped goes on, and ends as if it had not been. Of several processes the first
+    one writes.
     """
     benchmark = run.benchmark
+    fabric = fabric or Devices(run.device, precision=benchmark.precision).fabric()
+    first, alone = fabric.global_rank == 0, fabric.world_size == 1
+    stop = agreed(fabric, stop)
     backbone, source = inputs.of(benchmark)
-    surroundings = environment(backbone, source)
+    surroundings = environment(backbone, source, fabric)
     if run.point is None:
         _refuse_other_inputs(run, surroundings)
     stream = stream_of(benchmark, source, run.seed)
@@ -152,14 +170,12 @@ def execute(
         **dataclasses.asdict(benchmark.method_config(run.method)),
     )
     training = benchmark.method_training(run.method, run.seed)
-    fabric = Fabric(accelerator="auto", devices=1, loggers=_loggers(run))
+    loggers = _loggers(run) if first else []
     memory = PeakMemory()
-    run.folder.mkdir(parents=True, exist_ok=True)
-    if (run.folder / LOG).is_symlink():
-        raise BrokenRun(run.folder / LOG, "is a link to elsewhere")
-    with exclusive(run.folder, RunBusy), (run.folder / LOG).open("a+", encoding="utf-8") as events:
-        write_json(run.folder / CONFIG, run.config)
-        write_json(run.folder / ENVIRONMENT, surroundings)
+    with _writing(run, first) as events:
+        if first:
+            write_json(run.folder / CONFIG, run.config)
+            write_json(run.folder / ENVIRONMENT, surroundings)
         result = Result.empty([len(task.test) for task in stream.tasks])
         clock = time.perf_counter
         started = clock()
@@ -174,29 +190,40 @@ def execute(
             }
 
         identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
-        keeper = Keeper(run.folder / CHECKPOINTS, identity, stop=stop, notes=notes)
+        place = run.folder / CHECKPOINTS
+        keeper = Keeper(place, identity, writes=first, stop=stop, notes=notes)
         length = 0
         if keeper.found is not None:
             length, seconds = _restored(result, keeper.found)
             started -= seconds
-            if (there := os.path.getsize(events.fileno())) < length:
+            if first and (there := os.path.getsize(events.fileno())) < length:
                 log.warning("%s has lost lines, which are not told again", run.folder / LOG)
                 length = there
-        events.truncate(length)
+        if first:
+            events.truncate(length)
 
         def tell(event: Event) -> None:
-            heed(stop, event)
-            if event.kind == "pass":
+            if alone or event.kind != "pass":  # of which processes do not have equally many
+                heed(stop, event)
+            if event.kind == "pass" or not first:
                 return
             if event.kind != "step":
                 events.write(json.dumps(_told(event)) + "\n")
                 events.flush()
-                fabric.log_dict(*_curves(event))
+                for logger in loggers:
+                    logger.log_metrics(*_curves(event))
             on_event(run, event)
 
         engine = Engine(views, training, fabric=fabric, on_event=tell)
         engine.run(method, stream, keeper=keeper, result=result)
+        if not first:
+            return
+        for logger in loggers:
+            logger.finalize("success")
         seconds = clock() - started
+        if run.keep:
+            learned = {key: held.cpu().contiguous() for key, held in method.learned_state().items()}
+            write_atomically(run.folder / LEARNED, save(learned))
         sizes = [len(task.classes) for task in stream.tasks]
         write_json(
             run.folder / RESULT,
@@ -216,6 +243,21 @@ def execute(
             },
         )
         keeper.remove()
+
+
+@contextlib.contextmanager
+def _writing(run: Run, first: bool) -> Iterator[TextIO]:
+    """The run's log, with the folder to itself; in other processes than the first, nothing."""
+    if not first:
+        with open(os.devnull, "a+", encoding="utf-8") as nothing:
+            yield nothing
+        return
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log_file = run.folder / LOG
+    if log_file.is_symlink():
+        raise BrokenRun(log_file, "is a link to elsewhere")
+    with exclusive(run.folder, RunBusy), log_file.open("a+", encoding="utf-8") as events:
+        yield events
 
 
 def _restored(result: Result, found: Checkpoint) -> tuple[int, float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric import Fabric
 
 from coda_prompt import __version__
 from coda_prompt.data.sources import Source
@@ -22,7 +23,7 @@ def hashes(surroundings: dict[str, Any]) -> dict[str, str]:
     return {name: surroundings[name]["sha256"] for name in ("data", "backbone")}
 
 
-def environment(backbone: LoadedBackbone, source: Source) -> dict[str, Any]:
+def environment(backbone: LoadedBackbone, source: Source, fabric: Fabric) -> dict[str, Any]:
     """What else the numbers may depend on."""
     packages = ("torch", "lightning-fabric", "numpy", "pillow", "safetensors")
     return {
@@ -33,6 +34,8 @@ def environment(backbone: LoadedBackbone, source: Source) -> dict[str, Any]:
         "machine": platform.platform(),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
+        "device": fabric.device.type,
+        "processes": fabric.world_size,
         "backbone": {
             "name": backbone.name,
             "sha256": backbone.sha256,

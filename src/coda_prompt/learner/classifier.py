@@ -43,6 +43,7 @@ from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.training.devices import Devices, agreed
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.keeping import Keeper
 from coda_prompt.training.loading import Views
@@ -64,7 +65,8 @@ class ContinualClassifier:
     """Learns classes task after task on a frozen backbone. What it keeps are not images.
 
     `options` are those of the method (`coda methods NAME` lists them) and of the training
-    (`epochs`, `batch_size`, `learning_rate`, `seed`, ...).
+    (`epochs`, `batch_size`, `learning_rate`, `seed`, ...). `fabric`, where it was launched, says
+    instead of `device` which devices share the work; every process makes the same calls then.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class ContinualClassifier:
         method: str = DEFAULT_METHOD,
         *,
         device: str = "auto",
+        fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
         _refuse_unfit(method)
         self.backbone_name, self.method_name = backbone, method
-        self._fabric = _fabric(device)
+        self._fabric = fabric or Devices(device).fabric()
         self._backbone: LoadedBackbone = load_backbone(backbone)
         of_training = {name: options.pop(name) for name in list(options) if name in _TRAINING}
         if "width" in methods.find(method).type.Config.__dataclass_fields__:
@@ -182,7 +185,9 @@ class ContinualClassifier:
             keeper = None
             if progress is not None:
                 identity = self._identity(images, training, validation)
-                keeper = Keeper(progress, identity, stop=stop)
+                first = self._fabric.global_rank == 0
+                stop = agreed(self._fabric, stop)
+                keeper = Keeper(progress, identity, writes=first, stop=stop)
             self._engine(on_event, training).learn(self._method, task, keeper=keeper)
             record = self._record(images, new, len(task.test))
             self._tasks = [*records, record]
@@ -316,7 +321,12 @@ class ContinualClassifier:
 
     @classmethod
     def load(
-        cls, folder: str | Path, *, backbone: str | None = None, device: str = "auto"
+        cls,
+        folder: str | Path,
+        *,
+        backbone: str | None = None,
+        device: str = "auto",
+        fabric: Fabric | None = None,
     ) -> ContinualClassifier:
         """A saved model, on the backbone it was learned on. No code of the folder is run.
 
@@ -324,7 +334,7 @@ class ContinualClassifier:
         """
         place = Path(folder)
         model = store.read_model(place)
-        made = cls._made_as(model.description, place, backbone, device)
+        made = cls._made_as(model.description, place, backbone, device, fabric)
         made._take(model, place)
         made._current, made._previous = model, place
         made._home = (place.resolve(), store.digest_on_disk(place))
@@ -522,7 +532,12 @@ class ContinualClassifier:
 
     @classmethod
     def _made_as(
-        cls, description: Description, place: object, backbone: str | None, device: str
+        cls,
+        description: Description,
+        place: object,
+        backbone: str | None,
+        device: str,
+        fabric: Fabric | None,
     ) -> ContinualClassifier:
         """An untaught classifier of this description."""
         if description.method not in methods.METHODS:
@@ -530,13 +545,13 @@ class ContinualClassifier:
                 place, f"its method '{description.method}' does not come with this program"
             )
         if not description.training.keys() <= _TRAINING or {
-            "device", "backbone", "method", *_TRAINING
+            "device", "fabric", "backbone", "method", *_TRAINING
         } & description.options.keys():  # fmt: skip
             raise CorruptFile(place, "its options are not those of a method and a training")
         name = backbone or description.backbone.name
         # How many processes read images is this machine's affair, not that of a file.
         options = {**description.options, **description.training, "workers": 0}
-        made = cls(name, description.method, device=device, **options)
+        made = cls(name, description.method, device=device, fabric=fabric, **options)
         if backbone is not None:
             made.backbone_name = description.backbone.name
         found, expected = made._fingerprint, description.backbone.fingerprint
@@ -573,15 +588,6 @@ def _refuse_unfit(method: str) -> None:
     else:
         return
     raise BadOption("ContinualClassifier", "method", f"{problem}; take {DEFAULT_METHOD} or coda-p")
-
-
-def _fabric(device: str) -> Fabric:
-    try:
-        return Fabric(accelerator=device, devices=1)
-    except Exception as error:  # what Fabric raises differs from device to device
-        raise BadOption(
-            "ContinualClassifier", "device", f"'{device}' cannot be used here ({error})"
-        ) from error
 
 
 def _rows(images: Labelled, classes: list[str]) -> Tensor:

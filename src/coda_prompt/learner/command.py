@@ -31,6 +31,7 @@ from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.inputs import Labelled, image_paths
 from coda_prompt.learner.results import Learned
 from coda_prompt.stopping import Stop
+from coda_prompt.training.devices import Devices, agreed
 from coda_prompt.training.keeping import heed
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
@@ -45,7 +46,7 @@ def learn(
     *,
     backbone: str | None,
     method: str | None,
-    device: str,
+    devices: Devices,
     epochs: int | None,
     queries: QueryMode | None,
     validation: float,
@@ -54,19 +55,22 @@ def learn(
     as_json: bool,
 ) -> None:
     """Make or continue a model; the folder is replaced in one step when all is learned."""
-    console, stop = messages(), Stop()
-    with store.writing(model), contextlib.ExitStack() as heeding:
+    stop = Stop()
+    with devices.launched() as fabric, contextlib.ExitStack() as heeding:
+        console, first = messages(), fabric.global_rank == 0
+        if first:
+            heeding.enter_context(store.writing(model))
         if (model / store.MODEL).exists():
-            classifier = ContinualClassifier.load(model, device=device)
+            classifier = ContinualClassifier.load(model, fabric=fabric)
             _refuse_changes(classifier, backbone, method)
         else:
             given = {"backbone": backbone, "method": method}
             chosen = {name: value for name, value in given.items() if value is not None}
-            classifier = ContinualClassifier(**chosen, device=device)
+            classifier = ContinualClassifier(**chosen, fabric=fabric)
 
         def tell_start(images: Labelled, warnings: list[str]) -> None:
             lesson = f"{images.split.fingerprint()} {images.names}"
-            if store.begin_lesson(model, lesson, len(classifier.tasks_)):
+            if first and store.begin_lesson(model, lesson, len(classifier.tasks_)):
                 store.refresh_copies(model)
                 store.end_lesson(model)
                 raise LearnedBefore(model)
@@ -80,10 +84,12 @@ def learn(
                 say(console, f"warning: {warning}", style="yellow")
             heeding.enter_context(stop.heeded())
 
+        asked = agreed(fabric, stop)
         with Going(console) as going:
 
             def tell(event: Event) -> None:
-                heed(stop, event)
+                if fabric.world_size == 1 or event.kind != "pass":
+                    heed(asked, event)
                 going.on_event(event)
 
             learned = classifier.learn(
@@ -98,8 +104,9 @@ def learn(
                 on_event=tell,
                 on_start=tell_start,
             )
-        classifier.write(model)
-        store.end_lesson(model)
+        if first:
+            classifier.write(model)
+            store.end_lesson(model)
     if as_json:
         print_json(dataclasses.asdict(learned))
     else:

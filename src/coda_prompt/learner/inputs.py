@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset
 
-from coda_prompt.data import hub
+from coda_prompt.data import hub, shards
 from coda_prompt.data.folders import (
     class_folders,
     images_below,
@@ -26,6 +26,7 @@ from coda_prompt.data.folders import (
 )
 from coda_prompt.data.hub import HubSplit
 from coda_prompt.data.images import READABLE, open_image, upright
+from coda_prompt.data.shards import ShardSplit
 from coda_prompt.data.sources import ArraySplit, FileSplit, Integers
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
 
@@ -63,7 +64,7 @@ class MemorySplit:
 class Labelled:
     """Images with their classes; a split's labels are positions in `names`."""
 
-    split: FileSplit | ArraySplit | MemorySplit | HubSplit
+    split: FileSplit | ArraySplit | MemorySplit | HubSplit | ShardSplit
     names: tuple[str, ...]
     bad: tuple[BadImage, ...] = ()
     """Images that cannot be read and were left out."""
@@ -97,6 +98,8 @@ def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
         raise BadOption("the images", "labels", "a folder names its classes itself; leave them out")
     if isinstance(data, str) and data.startswith(hub.PREFIX):
         return Labelled(*hub.hub_part(data.removeprefix(hub.PREFIX), part))
+    if isinstance(data, str) and data.startswith(shards.PREFIX):
+        return Labelled(*shards.shard_part(data.removeprefix(shards.PREFIX), part))
     if isinstance(data, str | os.PathLike):
         return _folder(Path(data), skip_bad)
     if labels is None:

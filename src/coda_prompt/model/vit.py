@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from coda_prompt.model.linear import Linear, linear
+
 Prefixes = Mapping[int, tuple[Tensor, Tensor]]
 """Block index -> (keys, values), each batch x rows x width (a batch of 1 serves every image)."""
 
@@ -101,16 +103,16 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
 
     def project(self, tokens: Tensor, class_only: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (of the class token alone where nothing else leaves), keys and values."""
         if class_only:
             width = tokens.shape[-1]
             weight, bias = self.qkv.weight, self.qkv.bias
-            query = F.linear(tokens[:, :1], weight[:width], bias[:width])
-            key, value = F.linear(tokens, weight[width:], bias[width:]).chunk(2, dim=-1)
+            query = linear(tokens[:, :1], weight[:width], bias[:width])
+            key, value = linear(tokens, weight[width:], bias[width:]).chunk(2, dim=-1)
         else:
             query, key, value = self.qkv(tokens).chunk(3, dim=-1)
         return query, key, value
@@ -136,11 +138,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = Linear(width, hidden)
+        self.fc2 = Linear(hidden, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(tokens)))
+        return self.fc2(self.fc1.with_gelu(tokens))
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import get_args
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from coda_prompt.errors import (
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.training.devices import Devices, Precision, Replicated
 from coda_prompt.training.keeping import Going, Keeper
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
@@ -36,7 +38,7 @@ from coda_prompt.training.schedule import learning_rate
 from coda_prompt.training.settings import Event, Result, Training
 from coda_prompt.training.snapshot import Snapshot
 
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
+PRECISIONS = get_args(Precision)
 
 
 def _ignore(event: Event) -> None:
@@ -60,7 +62,7 @@ class Engine:
     ) -> None:
         self.views = views
         self.training = training or Training()
-        self.fabric = fabric or Fabric(accelerator="auto", devices=1)
+        self.fabric = fabric or Devices().fabric()
         self.precision = str(self.fabric.strategy.precision.precision)
         if self.precision not in PRECISIONS:
             raise BadOption(
@@ -235,7 +237,7 @@ class Engine:
         processes = self.fabric.world_size
         size = self.training.micro_batch or max(1, len(batch.labels))
         starts = range(0, max(1, len(batch.labels)), size)
-        value = torch.zeros((), device=self.fabric.device)
+        value = torch.zeros((), device=self.fabric.device, dtype=self._dtype)
         for start in starts:
             part = batch.part(slice(start, start + size))
             with self.fabric.autocast():
@@ -374,6 +376,8 @@ class Engine:
                 f"takes {config.image_size} px x {config.channels}",
             )
         method.to(self.fabric.device, self._dtype)
+        if isinstance(self.fabric.strategy, Replicated):
+            self.fabric.strategy.place(method)
 
     def _on_device(self, batch: Batch) -> Batch:
         images, labels, positions = (self.fabric.to_device(tensor) for tensor in batch[:3])

@@ -88,11 +88,16 @@ class Keeper:
         identity: Any,
         *,
         every: float = 60.0,
+        writes: bool = True,
         stop: Callable[[], bool] = lambda: False,
         notes: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`every`: seconds between checkpoints within an epoch. `stop`: whether to stop now."""
+        """`every`: seconds between checkpoints within an epoch. `stop`: whether to stop now.
+
+        Of several processes of a training, one `writes`; all go on from what it wrote.
+        """
         self.folder, self.identity, self.every = folder, identity, every
+        self.writes = writes
         self._stop, self._notes = stop, notes
         self._learned: list[KeptFile] = []
         self._prefixes: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -150,6 +155,8 @@ class Keeper:
 
     def after_task(self, method: Method, task: int) -> None:
         """A task is done and measured: what it changed in the learned state, and nothing else."""
+        if not self.writes:
+            return
         state = {name: held.detach().cpu() for name, held in method.learned_state().items()}
         changed, appended = {}, []
         for name, tensor in state.items():
@@ -177,13 +184,16 @@ class Keeper:
     ) -> None:
         """A step is done: kept where it is time, an epoch ends, or all is to stop."""
         stop = self._stop()
-        if stop or going.step == 0 or time.monotonic() - self._saved >= self.every:
+        due = stop or going.step == 0 or time.monotonic() - self._saved >= self.every
+        if due and self.writes:
             self._keep_training(method, optimizer, task, going)
         if stop:
             raise Interrupted
 
     def remove(self) -> None:
         """The training is done; nothing of it is needed any more."""
+        if not self.writes:
+            return
         for path in self._own_files():
             path.unlink(missing_ok=True)
         if self.folder.exists():
@@ -332,5 +342,5 @@ def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 def heed(stop: Callable[[], bool], event: Event) -> None:
     """Stop between two steps, where asked to; within a training the keeper does, after keeping."""
-    if stop() and event.kind in ("task", "pass", "evaluation"):
+    if event.kind in ("task", "pass", "evaluation") and stop():
         raise Interrupted

@@ -1,0 +1,333 @@
+"""Images in tar shards (webdataset's layout), on a disk or behind any fsspec address.
+
+    train-000000.tar   000000007.jpg, 000000007.cls, ...
+    test-000000.tar
+    classes.txt        names, one a line: what the numbers in .cls files stand for
+
+Headers are read once; an index remembers where each image lies, which is then one read of its
+bytes. So shards are seen in the very order, shuffled or not, in which a folder of the same images
+is, by any number of processes and loader workers, and nothing is unpacked or copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fsspec.core import url_to_fs
+from PIL import Image
+from rich.progress import TimeRemainingColumn
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from coda_prompt.console import Bar, messages
+from coda_prompt.data.folders import is_name
+from coda_prompt.data.images import SUFFIXES, read_image
+from coda_prompt.data.sources import FileSplit, Integers, Source, folder_source
+from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
+from coda_prompt.files import write_atomically
+
+PREFIX = "shards:"
+PARTS = ("train", "test")
+CLASSES, INDEX = "classes.txt", ".coda-index-{}.safetensors"
+LONGEST_LABEL = 1 << 16
+"""Bytes of a .cls or .json file."""
+WANTED = (
+    "Point at a place with train-*.tar and test-*.tar in which every image has a .cls or .json "
+    "file or a class folder; `coda shards FOLDER OUT` makes one from class folders."
+)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where the images of a part lie, in the order of their keys."""
+
+    names: tuple[str, ...]
+    """Classes as the shards call them."""
+    label: Integers
+    shard: Integers
+    offset: Integers
+    size: Integers
+
+    def valid(self, sizes: Sequence[int]) -> bool:
+        """Whether all it says is inside shards of these sizes."""
+        arrays = (self.label, self.shard, self.offset, self.size)
+        if any(array.shape != self.label.shape or array.ndim != 1 for array in arrays):
+            return False
+        if not len(self.label):
+            return True
+        if min(array.min() for array in arrays) < 0 or self.label.max() >= len(self.names):
+            return False
+        if self.shard.max() >= len(sizes):
+            return False
+        return bool((self.offset + self.size <= np.array(sizes)[self.shard]).all())
+
+
+class ShardSplit:
+    """One part of the shards. It holds no open file, so workers can have a copy."""
+
+    domains: Integers | None = None
+
+    def __init__(self, address: str, shards: Sequence[str], index: Index, labels: Integers) -> None:
+        self.address, self.shards, self.labels = address, tuple(shards), labels
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+        shard = self.shards[self._index.shard[index]]
+        first = int(self._index.offset[index])
+        name = f"{shard} at byte {first}"
+        files, _ = url_to_fs(self.address)
+        try:
+            content = files.cat_file(shard, start=first, end=first + int(self._index.size[index]))
+        except Exception as problem:  # disks and networks fail in many ways
+            raise BadImage(name, f"it cannot be read ({problem})") from problem
+        return read_image(content, name, shortest)
+
+    def fingerprint(self) -> str:
+        """A hash of the shards' names, of where in them the images lie, and of the labels."""
+        digest = hashlib.sha256("\n".join(os.path.basename(name) for name in self.shards).encode())
+        for array in (self._index.shard, self._index.offset, self._index.size, self.labels):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+
+def shard_source(address: str) -> Source:
+    """Shards `train-*.tar` and `test-*.tar` at a path or address (`s3://...`, `hf://...`)."""
+    place = address if "://" in address else str(Path(address).expanduser().absolute())
+    name = place.rstrip("/").rpartition("/")[2]
+    found = [_part(place, part) for part in PARTS]
+    names = _class_names(place, {text for _, index in found for text in index.names})
+    rows = {text: row for row, text in enumerate(names[0])}
+    train, test = (
+        ShardSplit(
+            place, shards, index, np.array([rows[text] for text in index.names])[index.label]
+        )
+        for shards, index in found
+    )
+    return Source(name, names[1], train, test)
+
+
+def shard_part(address: str, part: str) -> tuple[ShardSplit, tuple[str, ...]]:
+    """One part, and the names of its classes."""
+    source = shard_source(address)
+    split = source.train if part == "train" else source.test
+    assert isinstance(split, ShardSplit)
+    return split, source.class_names
+
+
+# -- the index
+
+
+def _part(place: str, part: str) -> tuple[list[str], Index]:
+    """The shards of a part, and its index: as it was kept, or made and kept."""
+    try:
+        files, root = url_to_fs(place)
+        shards = sorted(str(path) for path in files.glob(f"{root.rstrip('/')}/{part}-*.tar"))
+        sizes = [int(files.size(shard)) for shard in shards]
+    except Exception as problem:  # disks and networks fail in many ways
+        raise MissingData(place, f"it cannot be read ({problem})", WANTED) from problem
+    if not shards:
+        raise MissingData(place, f"there is no {part}-*.tar", WANTED)
+    names = [os.path.basename(shard) for shard in shards]
+    made_of = json.dumps(list(zip(names, sizes, strict=True)))
+    homes = _homes(place, part)
+    for home in homes:
+        kept = _kept(home, made_of)
+        if kept is not None and kept.valid(sizes):
+            return shards, kept
+    index = _made(files, shards, part)
+    for home in homes:
+        try:
+            home.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(home, _packed(index, made_of))
+            break
+        except OSError:  # a place for reading only: the next one
+            continue
+    return shards, index
+
+
+def _homes(place: str, part: str) -> list[Path]:
+    """Where an index is kept: beside the shards, or in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
+    key = hashlib.sha256(place.encode()).hexdigest()[:16]
+    own = cache / f"shards-{key}-{part}.safetensors"
+    return [own] if "://" in place else [Path(place) / INDEX.format(part), own]
+
+
+def _packed(index: Index, made_of: str) -> bytes:
+    arrays: dict[str, Any] = {
+        "label": index.label.astype(np.int32),
+        "shard": index.shard.astype(np.int32),
+        "offset": index.offset,
+        "size": index.size,
+    }
+    return save(arrays, {"shards": made_of, "names": json.dumps(index.names)})
+
+
+def _kept(home: Path, made_of: str) -> Index | None:
+    """The index in a file, if it is one of these shards."""
+    try:
+        content = home.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        told = json.loads(content[8 : 8 + length])["__metadata__"]
+        names = json.loads(told["names"])
+        if told["shards"] != made_of or not all(isinstance(name, str) for name in names):
+            return None
+        arrays = {name: array.astype(np.int64) for name, array in load(content).items()}
+        return Index(tuple(names), **arrays)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError):
+        return None
+
+
+def _made(files: Any, shards: Sequence[str], part: str) -> Index:
+    """Read all headers, and the files that say what the images are."""
+    entries: list[tuple[str, str, int, int, int]] = []
+    with Bar(messages(), TimeRemainingColumn()) as bar:
+        line = bar.bar.add_task(f"indexing the shards of {part}", total=len(shards))
+        for number, shard in enumerate(shards):
+            for key, label, offset, size in _entries(files, shard):
+                entries.append((key, label, number, offset, size))
+            bar.bar.update(line, completed=number + 1)
+    if not entries:
+        raise MissingData(shards[0], f"there is no image in the shards of {part}", WANTED)
+    entries.sort(key=lambda entry: (entry[0], entry[2]))
+    names = sorted({label for _, label, *_ in entries})
+    row = {label: number for number, label in enumerate(names)}
+    columns = [
+        np.array(column, np.int64)
+        for column in zip(*((row[label], *rest) for _, label, *rest in entries), strict=True)
+    ]
+    return Index(tuple(names), *columns)
+
+
+def _entries(files: Any, shard: str) -> Iterator[tuple[str, str, int, int]]:
+    """Key, label, first byte and size of each image."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, str] = {}
+    try:
+        with files.open(shard, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
+            for member in archive:
+                folder, _, base = member.name.rpartition("/")
+                stem, _, ending = base.partition(".")
+                if not member.isreg() or not stem:
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                ending = ending.lower()
+                if f".{ending.rpartition('.')[2]}" in SUFFIXES:
+                    images[key] = (member.offset_data, member.size)
+                elif ending in ("cls", "json"):
+                    labels[key] = _label(archive, member, shard)
+    except (tarfile.TarError, EOFError, OSError) as problem:
+        raise CorruptFile(shard, f"cannot be read as a tar file ({problem})") from problem
+    for key, (offset, size) in images.items():
+        label = labels.get(key) or key.rpartition("/")[0].rpartition("/")[2]
+        if not is_name(label):
+            raise CorruptFile(shard, f"does not say what '{key}' is: {WANTED}")
+        yield key, label, offset, size
+
+
+def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, shard: str) -> str:
+    held = archive.extractfile(member) if member.size <= LONGEST_LABEL else None
+    try:
+        if held is None:
+            raise ValueError
+        text = held.read().decode().strip()
+        if member.name.lower().endswith(".json"):
+            told = json.loads(text)
+            fields = [field for field in ("label", "cls", "class") if field in told]
+            return str(told[fields[0]]) if fields else ""
+        return text
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise CorruptFile(shard, f"'{member.name}' in it is not a label") from problem
+
+
+def _class_names(place: str, texts: set[str]) -> tuple[list[str], tuple[str, ...]]:
+    """All labels in the order of their rows, and what they are called."""
+    numbers = all(text.isascii() and text.isdigit() for text in texts)
+    told = _listed(place) if numbers else None
+    if told is not None:
+        if unknown := [text for text in texts if int(text) >= len(told)]:
+            problem = f"has {len(told)} names, but there is a class {max(unknown, key=int)}"
+            raise CorruptFile(f"{place}/{CLASSES}", problem)
+        return [str(row) for row in range(len(told))], told
+    ordered = sorted(texts, key=int) if numbers else sorted(texts)
+    return ordered, tuple(ordered)
+
+
+def _listed(place: str) -> tuple[str, ...] | None:
+    files, root = url_to_fs(place)
+    path = f"{root.rstrip('/')}/{CLASSES}"
+    try:
+        if not files.exists(path):
+            return None
+        names = tuple(line for line in files.cat_file(path).decode().splitlines() if line)
+    except Exception as problem:  # disks and networks fail in many ways
+        raise CorruptFile(f"{place}/{CLASSES}", f"cannot be read ({problem})") from problem
+    if not names or not all(is_name(name) for name in names):
+        raise CorruptFile(f"{place}/{CLASSES}", "is not one class name a line")
+    return names
+
+
+# -- writing
+
+
+def write_shards(folder: str, out: Path, megabytes: int) -> list[Path]:
+    """Class folders, or train/ and test/ of them, as shards; files go in as they are."""
+    source = folder_source(folder)
+    if any(out.glob("*.tar")):
+        raise BadOption("coda shards", "out", f"{out} has shards already; name an empty folder")
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    with Bar(messages(), TimeRemainingColumn()) as bar:
+        for part, split in zip(PARTS, (source.train, source.test), strict=True):
+            assert isinstance(split, FileSplit)
+            line = bar.bar.add_task(f"writing {part}", total=len(split))
+            for number, (done, content) in enumerate(_tars(split, megabytes << 20)):
+                path = out / f"{part}-{number:06}.tar"
+                write_atomically(path, content)
+                written.append(path)
+                bar.bar.update(line, completed=done)
+    write_atomically(out / CLASSES, "".join(f"{name}\n" for name in source.class_names).encode())
+    return written
+
+
+def _tars(split: FileSplit, most: int) -> Iterator[tuple[int, bytes]]:
+    """Images so far, and the bytes of a shard with the last of them."""
+    labels = split.labels.tolist()
+    for first, end in _cut([os.path.getsize(path) for path in split.paths], most):
+        held = io.BytesIO()
+        with tarfile.open(fileobj=held, mode="w") as archive:
+            for number in range(first, end):
+                path = Path(split.paths[number])
+                _add(archive, f"{number:09}{path.suffix.lower()}", path.read_bytes())
+                _add(archive, f"{number:09}.cls", b"%d" % labels[number])
+        yield end, held.getvalue()
+
+
+def _cut(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """First and end of each shard; one image at least is in it."""
+    first, held = 0, 0
+    for number, size in enumerate(sizes):
+        if held and held + size > most:
+            yield first, number
+            first, held = number, 0
+        held += size
+    if sizes:
+        yield first, len(sizes)
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))

@@ -1,0 +1,189 @@
+"""Where one training runs: devices of this machine, or the processes torchrun or Slurm started.
+
+Every process runs the same command; the first one alone writes files and speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning_fabric.strategies.ddp import DDPStrategy
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from coda_prompt.errors import BadOption, CodaError, Interrupted, LostProcess
+from coda_prompt.methods import Method
+
+Strategy = Literal["auto", "ddp", "fsdp"]
+Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
+PROBLEM = "coda-problem"
+"""Where a process that fails leaves the reason for the one that speaks."""
+
+
+class Replicated(DDPStrategy):
+    """Every device has all of the method; gradients are averaged.
+
+    What does not train is the same everywhere from the start and stays so: it is not sent around.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(broadcast_buffers=False, **settings)
+
+    def place(self, method: Method) -> None:
+        """Once the method is on its device."""
+        if method.frozen_backbone:
+            names = [f"backbone.{name}" for name, _ in method.backbone.named_parameters()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(method, names)
+
+
+class Spread(Replicated):
+    """The frozen backbone lies in parts on all devices, put together block by block when needed."""
+
+    def place(self, method: Method) -> None:
+        super().place(method)
+        if not method.frozen_backbone:
+            problem = f"{method.name} trains the backbone that fsdp spreads; use ddp"
+            raise BadOption("the devices", "strategy", problem)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+        from torch.distributed.tensor import DTensor
+
+        if any(isinstance(own, DTensor) for own in method.backbone.parameters()):
+            return
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        for block in method.backbone.blocks:
+            fully_shard(block, mesh=mesh)
+            register_fsdp_forward_method(block, "project")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """As asked for; what is not said is what torchrun or Slurm started, or else one device."""
+
+    accelerator: str = "auto"
+    devices: int | None = None
+    """Of each node."""
+    nodes: int | None = None
+    strategy: Strategy = "auto"
+    precision: Precision = "32-true"
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one process is to work together."""
+        devices, nodes = _started_outside() or (1, 1)
+        return (self.devices or devices) * (self.nodes or nodes) > 1
+
+    def fabric(self) -> Fabric:
+        outside = _started_outside()
+        devices, nodes = outside or (1, 1)
+        for field, asked, given in (
+            ("devices", self.devices, devices),
+            ("nodes", self.nodes, nodes),
+        ):
+            if outside and asked not in (None, given):
+                problem = f"{asked} are asked for, but {given} were started; leave it out"
+                raise BadOption("the training", field, problem)
+        devices, nodes = self.devices or devices, self.nodes or nodes
+        strategy: Any = "auto"
+        if self.several:
+            kind = Spread if self.strategy == "fsdp" else Replicated
+            strategy = kind(cluster_environment=None if outside else LightningEnvironment())
+        elif self.strategy == "fsdp":
+            raise BadOption("the training", "strategy", "fsdp needs more than one device")
+        try:
+            return Fabric(
+                accelerator=self.accelerator,
+                devices=devices,
+                num_nodes=nodes,
+                strategy=strategy,
+                precision=self.precision,
+            )
+        except Exception as error:  # what Fabric raises differs from device to device
+            problem = f"{devices} of '{self.accelerator}' cannot be used here ({error})"
+            raise BadOption("the training", "device", problem) from error
+
+    @contextlib.contextmanager
+    def launched(self) -> Iterator[Fabric]:
+        """In all processes; what follows, the first one does alone.
+
+        Where another one fails, the first one says why. A process that leaves while others still
+        talk to it would take them down, so all leave together.
+        """
+        fabric = self.fabric()
+        if not isinstance(fabric.strategy, Replicated):
+            yield fabric
+            return
+        fabric.launch()
+        with contextlib.ExitStack() as stack:
+            if fabric.global_rank:
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(silence))
+                stack.enter_context(contextlib.redirect_stderr(silence))
+            try:
+                yield fabric
+            except Interrupted:  # agreed on by all
+                fabric.barrier()
+                if fabric.global_rank:
+                    raise SystemExit from None
+                raise
+            except (CodaError, OSError) as error:
+                if not fabric.global_rank:
+                    raise
+                _store().set(PROBLEM, str(error))
+                raise SystemExit(CodaError.exit_code) from error
+            except RuntimeError as error:
+                if not _of_a_lost_process(error):
+                    raise
+                if fabric.global_rank:
+                    raise SystemExit(CodaError.exit_code) from error
+                raise LostProcess(_told()) from error
+            fabric.barrier()
+            distributed.destroy_process_group()
+            if fabric.global_rank:
+                raise SystemExit
+
+
+def agreed(fabric: Fabric, stop: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether any process was asked to stop: the same answer in all, which have to ask together."""
+    if fabric.world_size == 1:
+        return stop
+
+    def asked() -> bool:
+        votes = torch.tensor(float(stop()), device=fabric.device)
+        return bool(fabric.all_reduce(votes, reduce_op="sum"))
+
+    return asked
+
+
+def _started_outside() -> tuple[int, int] | None:
+    """Devices of a node, and nodes, where something else started the processes."""
+    if TorchElasticEnvironment.detect():
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        return here, int(os.environ["WORLD_SIZE"]) // here
+    if "SLURM_STEP_ID" in os.environ and SLURMEnvironment.detect():  # by srun
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
+        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+    return None
+
+
+def _of_a_lost_process(error: RuntimeError) -> bool:
+    return isinstance(error, distributed.DistError) or "gloo" in str(error)
+
+
+def _store() -> Any:
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _told() -> str:
+    """What the process that failed left to say."""
+    store = _store()
+    return store.get(PROBLEM).decode() if store.check([PROBLEM]) else ""
