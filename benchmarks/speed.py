@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from PIL import Image
 from textbook import TextbookCoda
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import (
     FlopCounterMode,
@@ -46,6 +46,7 @@ from coda_prompt.files import write_atomically
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.coda import CodaPrompt, component_weights, folded
 from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.pixels import Pixels
 from coda_prompt.training.loading import Epoch, Views, batches
@@ -342,7 +343,10 @@ def growth(quick: bool) -> list[dict[str, Any]]:
 def profile(quick: bool) -> list[dict[str, Any]]:
     """Where a step's time goes, and the time its matrix products would take by themselves."""
     rows = []
-    products = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution")
+    products = (
+        *("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution"),
+        "mkldnn::_linear_pointwise",
+    )
     attention = ("aten::_scaled_dot_product_flash_attention",)
     for name, size in (("ViT-B/16", 16), ("pocket", 16)):
         if quick and name == "ViT-B/16":
@@ -380,9 +384,10 @@ def _gemms(name: str, size: int) -> Step:
     """The four products of a block with tensors of its shapes."""
     config = VITS[name]
     tokens, width, hidden = config.grid**2 + 1, config.width, config.mlp_width
-    layers = [nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, hidden)]
+    shapes = ((width, 3 * width), (width, width), (width, hidden))
+    layers = [Linear(*shape).requires_grad_(False) for shape in shapes]
     inputs = torch.randn(size * tokens, width)
-    wide, down = torch.randn(size * tokens, hidden), nn.Linear(hidden, width)
+    wide, down = torch.randn(size * tokens, hidden), Linear(hidden, width).requires_grad_(False)
 
     @torch.no_grad()
     def run() -> None:

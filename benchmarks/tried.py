@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from coda_prompt.files import write_atomically
 from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.model.linear import Linear
 
 Step = Callable[[], object]
 
@@ -74,16 +75,38 @@ def variants(name: str, size: int) -> dict[str, tuple[Step, Tensor]]:
     return found
 
 
-def _quantised(method: CodaPrompt) -> nn.Module | None:
-    """The frozen ViT with 8-bit linear layers, where this torch still makes them."""
-    try:
+class EightBit(nn.Module):
+    """A frozen linear layer with 8-bit weights; inputs are rounded as they come."""
+
+    def __init__(self, layer: Linear) -> None:
+        super().__init__()
+        plain = nn.Linear(layer.in_features, layer.out_features)
+        plain.load_state_dict(layer.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.ao.quantization.quantize_dynamic(
-                copy.deepcopy(method.backbone), {nn.Linear}, dtype=torch.qint8
+            made = torch.ao.quantization.quantize_dynamic(
+                nn.Sequential(plain), {nn.Linear}, dtype=torch.qint8
             )
+        self.layer: nn.Module = made[0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+    def with_gelu(self, inputs: Tensor) -> Tensor:
+        return nn.functional.gelu(self(inputs))
+
+
+def _quantised(method: CodaPrompt) -> nn.Module | None:
+    """The frozen ViT with 8-bit linear layers, where this torch still makes them."""
+    network = copy.deepcopy(method.backbone)
+    try:
+        for module in list(network.modules()):
+            for name, layer in list(module.named_children()):
+                if isinstance(layer, Linear):
+                    setattr(module, name, EightBit(layer))
     except (AttributeError, RuntimeError):
         return None
+    return network
 
 
 def _with_queries_of(

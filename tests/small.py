@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
-from typing import Any
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,9 +80,61 @@ def _one_thread(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def coda(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command to its end; where its surroundings are the usual ones, in a fork (zygote.py)."""
+    if options.keys() <= {"cwd", "input"}:
+        zygote = Zygote.started()
+        if zygote.environment == _environment():
+            return zygote.run(arguments, **options)
     command = [*CODA, *arguments]
     given = _one_thread(options)
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **given)
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+class Zygote:
+    """The other end of zygote.py; it ends with the tests."""
+
+    only: ClassVar[Zygote | None] = None
+
+    def __init__(self) -> None:
+        self.environment = _environment()
+        script = str(Path(__file__).with_name("zygote.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            **_one_thread({}),
+        )  # fmt: skip
+
+    @classmethod
+    def started(cls) -> Zygote:
+        cls.only = cls.only or cls()
+        return cls.only
+
+    def run(
+        self, arguments: Sequence[str], cwd: Path | None = None, input: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as place:
+            files = [Path(place) / name for name in ("stdin", "stdout", "stderr")]
+            for path, content in zip(files, (input, "", ""), strict=True):
+                path.write_text(content)
+            asked = {
+                "arguments": arguments,
+                "cwd": str(cwd or Path.cwd()),
+                "files": [str(path) for path in files],
+            }
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            child = int(self._process.stdout.readline())
+            late = threading.Timer(120, os.kill, (child, signal.SIGKILL))
+            late.start()
+            code = int(self._process.stdout.readline())
+            late.cancel()
+            told = [path.read_text("utf-8", "surrogateescape") for path in files[1:]]
+        return subprocess.CompletedProcess([*CODA, *arguments], code, *told)
 
 
 def started_coda(*arguments: str, **options: Any) -> subprocess.Popen[str]:

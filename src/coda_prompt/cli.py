@@ -36,7 +36,9 @@ SkipBad = Annotated[bool, typer.Option(help="Go on without unreadable files.")]
 Methods = Annotated[
     str | None, typer.Option(help="Comma-separated names, or `all`; without: its own.")
 ]
-Out = Annotated[Path, typer.Option(help="Folder of the run folders.")]
+Out = Annotated[
+    str, typer.Option(help="Folder of the run folders, or an address of one (`s3://…`).")
+]
 Data = Annotated[
     Path | None, typer.Option(envvar="CODA_DATA", help="Folder of the paper's datasets.")
 ]
@@ -165,7 +167,7 @@ def bench(
     ],
     methods: Methods = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
-    out: Out = Path("runs"),
+    out: Out = "runs",
     data: Data = None,
     override: Set = None,
     jobs: Jobs = 1,
@@ -229,7 +231,7 @@ def sweep(
     methods: Methods = None,
     values: Annotated[str, typer.Option(help="Comma-separated; for a field, or instead.")] = "",
     trials: Annotated[int | None, typer.Option(min=1, help="Seeds 0, 1, … to run.")] = None,
-    out: Out = Path("runs"),
+    out: Out = "runs",
     data: Data = None,
     override: Set = None,
     jobs: Jobs = 1,
@@ -263,7 +265,9 @@ def sweep(
 
 @app.command(epilog="Example: `coda report runs -o report`")
 def report(
-    runs: Annotated[Path, typer.Argument(help="Folder of run folders, at any depth.")],
+    runs: Annotated[
+        str, typer.Argument(help="Folder of run folders, at any depth, or the address of one.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("report"),
     as_json: AsJson = False,
 ) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
@@ -18,11 +18,26 @@ WIDE = 240
 Own = TypeVar("Own", bound="Bar")
 
 
+class _Progress(Progress):
+    above: Callable[[], RenderableType] | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.above is not None:
+            yield self.above()
+        yield from super().get_renderables()
+
+
 class Bar:
     """A progress bar on a terminal, and nothing elsewhere, for as long as the work goes on."""
 
-    def __init__(self, console: Console, last: ProgressColumn) -> None:
-        self.bar = Progress(
+    def __init__(
+        self,
+        console: Console,
+        last: ProgressColumn,
+        above: Callable[[], RenderableType] | None = None,
+    ) -> None:
+        """`above`: what stands above the bar."""
+        self.bar = _Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TaskProgressColumn(),
@@ -31,6 +46,7 @@ class Bar:
             transient=True,
             disable=not console.is_terminal,
         )
+        self.bar.above = above
 
     def __enter__(self: Own) -> Own:
         self.bar.start()

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from coda_prompt.bench import page, plots, report, tables
 from coda_prompt.bench.cluster import Cluster, run_on_ray
 from coda_prompt.bench.config import Benchmark, Override, check_rows, load_benchmark
+from coda_prompt.bench.mirror import Mirror, copy_of
 from coda_prompt.bench.parallel import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
 from coda_prompt.bench.runner import OnEvent, Run, row_folder, run_in_turn, runs_of, write_json
@@ -27,7 +29,8 @@ SAVED = "benchmark.json"
 class Manner:
     """How runs are done and shown; no number depends on it."""
 
-    out: Path
+    out: str
+    """A folder, or the address (`s3://...`) of one."""
     jobs: int = 1
     devices: Devices = field(default_factory=Devices)
     """Of each run, where they run in turn."""
@@ -41,22 +44,40 @@ class Manner:
         if self.devices.several and (self.jobs > 1 or self.cluster is not None):
             problem = "runs at a time have one device each; leave one of the two out"
             raise BadOption("coda bench", "devices", problem)
+        if self.devices.several and self.home is not None:
+            problem = "processes that share a run need a folder that all of them see"
+            raise BadOption("coda bench", "out", problem)
+
+    @property
+    def folder(self) -> Path:
+        """Here; where `out` is an address, a copy."""
+        return copy_of(self.out)[0]
+
+    @property
+    def home(self) -> str | None:
+        return copy_of(self.out)[1]
+
+    @cached_property
+    def mirror(self) -> Mirror | None:
+        return None if self.home is None else Mirror(self.folder, self.home)
 
 
 def bench(name: str, chosen: str | None, overrides: Sequence[Override], manner: Manner) -> None:
     benchmark = load_benchmark(name, overrides)
     names = _methods(benchmark, chosen)
-    runs = runs_of(benchmark, names, manner.out)
+    runs = runs_of(benchmark, names, manner.folder)
     if manner.dry_run:
         print_json({"runs": [run.config for run in runs]})
         return
-    folder = manner.out / benchmark.name
+    folder = manner.folder / benchmark.name
     finished = _run_all(runs, manner, {folder / SAVED: benchmark.resolved(names)})
     table = report.rows(finished)
     if manner.as_json:
         print_json({"rows": table})
         return
     pictures = plots.all_pictures(finished, folder)
+    if manner.mirror is not None:
+        manner.mirror.push()
     title = f"{benchmark.name}: {benchmark.description}"
     output().print(tables.short(table, title).rich())
     messages().print("Pictures: " + ", ".join(str(path) for path in pictures))
@@ -71,7 +92,7 @@ def sweep(
     manner: Manner,
 ) -> None:
     found = load_sweep(name, benchmark, _split(chosen), values)
-    runs = sweep_runs(found, overrides, manner.out)
+    runs = sweep_runs(found, overrides, manner.folder)
     if manner.dry_run:
         print_json({"runs": [run.config for run in runs]})
         return
@@ -82,12 +103,17 @@ def sweep(
         return
     folder = runs[0].folder.parents[2]
     pictures = plots.sweep_pictures(rows, folder)
+    if manner.mirror is not None:
+        manner.mirror.push()
     for table in tables.sweep(rows):
         output().print(table.rich())
     messages().print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
-def write_report(folder: Path, out: Path, *, as_json: bool) -> None:
+def write_report(place: str, out: Path, *, as_json: bool) -> None:
+    folder, home = copy_of(place)
+    if home is not None:
+        Mirror(folder, home).pull()
     runs = report.read_runs(folder)
     parts, written = page.write_report(runs, folder, out)
     if as_json:
@@ -105,9 +131,13 @@ def _run_all(
     runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
     """Do what is not done yet."""
+    folder, home, mirror = manner.folder, manner.home, manner.mirror
+    if mirror is not None:
+        mirror.pull()
     runs = [
         dataclasses.replace(
             run,
+            home=home and f"{home}/{run.folder.relative_to(folder).as_posix()}",
             tensorboard=manner.tensorboard,
             keep=manner.keep,
             device=manner.devices.accelerator,
@@ -118,9 +148,13 @@ def _run_all(
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))
+    if mirror is not None:
+        mirror.push()
     with _executor(todo, manner) as execute, BenchProgress(todo, messages()) as progress:
         for run in execute(progress.on_event):
             progress.finished(run)
+    if mirror is not None:
+        mirror.pull()
     return [report.read_run(run.folder) for run in runs]
 
 

@@ -8,19 +8,27 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import TextColumn
+from rich.table import Table
 
 from coda_prompt.bench.runner import Run
-from coda_prompt.console import Bar
+from coda_prompt.console import Bar, table
 from coda_prompt.methods import find
 from coda_prompt.training.settings import Event
+
+MOST_SHOWN = 24
+"""Runs at work that a table lists."""
 
 
 class BenchProgress(Bar):
     """Counts work in epochs of a task; a method without gradients counts as one."""
 
     def __init__(self, runs: Sequence[Run], console: Console) -> None:
-        super().__init__(console, TextColumn("{task.fields[eta]}"))
+        last = TextColumn("{task.fields[eta]}")
+        super().__init__(console, last, self._table if len(runs) > 1 else None)
         self._console = console
+        self._runs, self._done = list(runs), 0
+        self._going: dict[Path, str] = {}
+        """What is going on, by folder."""
         self._weights = {run.folder: self._work(run) for run in runs}
         self._shares: dict[Path, float] = {}
         self._accuracies: dict[Path, str] = {}
@@ -39,17 +47,39 @@ class BenchProgress(Bar):
             self._accuracies[run.folder] = f", {mean:.1f} % so far"
         self._shares[run.folder] = share
         done = self._completed()
-        where = f"{run.method}, trial {run.seed + 1}, task {event.task + 1}/{tasks}"
+        where = f"task {event.task + 1}/{tasks}"
+        row = f"{run.method}, trial {run.seed + 1}, "
         if event.kind == "evaluation" and not self._console.is_terminal:
-            self._console.print(f"{where}: {mean:.1f} % over all classes so far, {self._eta(done)}")
+            self._console.print(
+                f"{row}{where}: {mean:.1f} % over all classes so far, {self._eta(done)}"
+            )
         if event.epochs:
             where += f", epoch {event.epoch + 1}/{event.epochs}"
-        where += self._accuracies.get(run.folder, "")
-        self.bar.update(self._line, completed=done, description=where, eta=self._eta(done))
+        self._going[run.folder] = where + self._accuracies.get(run.folder, "")
+        shown = "" if len(self._runs) > 1 else row + self._going[run.folder]
+        self.bar.update(self._line, completed=done, description=shown, eta=self._eta(done))
 
     def finished(self, run: Run) -> None:
         self._shares[run.folder] = 1.0
+        self._going.pop(run.folder, None)
+        self._done += 1
         self.bar.update(self._line, completed=self._completed())
+
+    def _table(self) -> Table:
+        """The runs at work, and how many are done and waiting."""
+        going = [run for run in self._runs if run.folder in self._going]
+        rows = [
+            [run.method, str(run.seed + 1), self._point(run), self._going[run.folder]]
+            for run in going[:MOST_SHOWN]
+        ]
+        waiting = len(self._runs) - self._done - len(going)
+        shown = table(["method", "trial", "at", "going on"], rows)
+        shown.caption = f"{self._done} done, {len(going)} going on, {waiting} waiting"
+        return shown
+
+    @staticmethod
+    def _point(run: Run) -> str:
+        return "" if run.point is None else f"{run.point.field} = {run.point.value}"
 
     def _completed(self) -> float:
         return sum(self._weights[folder] * share for folder, share in self._shares.items())

@@ -24,6 +24,7 @@ from coda_prompt import methods
 from coda_prompt.bench.config import Benchmark
 from coda_prompt.bench.cost import multiply_adds
 from coda_prompt.bench.inputs import Inputs, stream_of
+from coda_prompt.bench.mirror import Mirror
 from coda_prompt.bench.surroundings import PeakMemory, environment, hashes
 from coda_prompt.data.pocket import STRENGTH
 from coda_prompt.errors import (
@@ -82,6 +83,8 @@ class Run:
     """Whether what was learned stays in the folder."""
     device: str = "auto"
     """What it runs on, where it runs in one process."""
+    home: str | None = None
+    """The address its folder is a copy of."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def execute(
     one writes.
     """
     benchmark = run.benchmark
+    mirror = None if run.home is None else Mirror(run.folder, run.home)
     fabric = fabric or Devices(run.device, precision=benchmark.precision).fabric()
     first, alone = fabric.global_rank == 0, fabric.world_size == 1
     stop = agreed(fabric, stop)
@@ -170,6 +174,8 @@ def execute(
         **dataclasses.asdict(benchmark.method_config(run.method)),
     )
     training = benchmark.method_training(run.method, run.seed)
+    if first and mirror is not None:
+        mirror.pull()
     loggers = _loggers(run) if first else []
     memory = PeakMemory()
     with _writing(run, first) as events:
@@ -191,7 +197,8 @@ def execute(
 
         identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
         place = run.folder / CHECKPOINTS
-        keeper = Keeper(place, identity, writes=first, stop=stop, notes=notes)
+        kept = _nothing if mirror is None else mirror.push
+        keeper = Keeper(place, identity, writes=first, stop=stop, notes=notes, kept=kept)
         length = 0
         if keeper.found is not None:
             length, seconds = _restored(result, keeper.found)
@@ -243,6 +250,11 @@ def execute(
             },
         )
         keeper.remove()
+        kept()
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager

@@ -57,6 +57,12 @@ class Index:
     offset: Integers
     size: Integers
 
+    def digest(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.names).encode())
+        for array in (self.label, self.shard, self.offset, self.size):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
     def valid(self, sizes: Sequence[int]) -> bool:
         """Whether all it says is inside shards of these sizes."""
         arrays = (self.label, self.shard, self.offset, self.size)
@@ -172,7 +178,8 @@ def _packed(index: Index, made_of: str) -> bytes:
         "offset": index.offset,
         "size": index.size,
     }
-    return save(arrays, {"shards": made_of, "names": json.dumps(index.names)})
+    told = {"shards": made_of, "names": json.dumps(index.names), "sha256": index.digest()}
+    return save(arrays, told)
 
 
 def _kept(home: Path, made_of: str) -> Index | None:
@@ -185,7 +192,8 @@ def _kept(home: Path, made_of: str) -> Index | None:
         if told["shards"] != made_of or not all(isinstance(name, str) for name in names):
             return None
         arrays = {name: array.astype(np.int64) for name, array in load(content).items()}
-        return Index(tuple(names), **arrays)
+        found = Index(tuple(names), **arrays)
+        return found if found.digest() == told["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError):
         return None
 

@@ -91,14 +91,16 @@ class Keeper:
         writes: bool = True,
         stop: Callable[[], bool] = lambda: False,
         notes: Callable[[], dict[str, Any]] = dict,
+        kept: Callable[[], object] = lambda: None,
     ) -> None:
         """`every`: seconds between checkpoints within an epoch. `stop`: whether to stop now.
+        `kept`: called when a checkpoint is there.
 
         Of several processes of a training, one `writes`; all go on from what it wrote.
         """
         self.folder, self.identity, self.every = folder, identity, every
         self.writes = writes
-        self._stop, self._notes = stop, notes
+        self._stop, self._notes, self._kept = stop, notes, kept
         self._learned: list[KeptFile] = []
         self._prefixes: dict[str, tuple[tuple[int, ...], str]] = {}
         """Of each tensor that grows, the shape and hash of what is on disk."""
@@ -254,6 +256,7 @@ class Keeper:
         write_atomically(self.folder / CHECKPOINT.format(self._number), whole.encode())
         self._saved = time.monotonic()
         self._tidy()
+        self._kept()
 
     def _tidy(self) -> None:
         """Remove what no kept checkpoint needs."""

@@ -1,0 +1,84 @@
+"""Products through oneDNN are those of torch, and only frozen weights go that way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from coda_prompt.model import linear as module
+from coda_prompt.model.linear import Linear, linear
+
+pytestmark = pytest.mark.skipif(module._PRODUCT is None, reason="torch without oneDNN")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What oneDNN was asked for."""
+    asked: list[str] = []
+    real = module._PRODUCT
+
+    def product(inputs: Tensor, weight: Tensor, bias: Tensor, kind: str, *rest: Any) -> Tensor:
+        asked.append(kind)
+        return real(inputs, weight, bias, kind, *rest)
+
+    monkeypatch.setattr(module, "_PRODUCT", product)
+    return asked
+
+
+def frozen(inputs: int = 24, outputs: int = 40) -> Linear:
+    return Linear(inputs, outputs).requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", [(3, 24), (2, 5, 24), (1, 1, 24)])
+def test_products_and_gradients(shape: tuple[int, ...], calls: list[str]) -> None:
+    layer = frozen()
+    mine, other = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for _ in "ab")
+    found, expected = (
+        layer(mine.requires_grad_()),
+        F.linear(other.requires_grad_(), layer.weight, layer.bias),
+    )
+    assert_close(found, expected)
+    for product in (found, expected):
+        product.square().sum().backward()
+    assert_close(mine.grad, other.grad)
+    assert calls == ["none", "none"]
+
+
+def test_slices_of_a_weight(calls: list[str]) -> None:
+    layer, inputs = frozen(), torch.randn(2, 5, 24)
+    found = linear(inputs, layer.weight[8:], layer.bias[8:])
+    assert_close(found, F.linear(inputs, layer.weight[8:], layer.bias[8:]))
+    assert calls == ["none"]
+
+
+def test_gelu_goes_with_the_product_where_nothing_trains(calls: list[str]) -> None:
+    layer, inputs = frozen(), torch.randn(2, 5, 24)
+    expected = F.gelu(F.linear(inputs, layer.weight, layer.bias))
+    with torch.no_grad():
+        assert_close(layer.with_gelu(inputs), expected)
+    with torch.inference_mode():
+        assert_close(layer.with_gelu(inputs), expected)
+    assert calls == ["gelu", "gelu"]
+    assert_close(layer.with_gelu(inputs.requires_grad_()), expected)
+    assert calls[2:] == ["none"]
+
+
+def test_all_else_is_left_to_torch(calls: list[str]) -> None:
+    inputs = torch.randn(2, 5, 24)
+    trained = Linear(24, 40)
+    trained(inputs).sum().backward()
+    assert trained.weight.grad is not None
+    double = frozen().double()
+    assert double(inputs.double()).dtype == torch.float64
+    assert frozen()(inputs[:0]).shape == (0, 5, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert frozen()(inputs).dtype == torch.bfloat16
+    assert frozen().to("meta")(inputs.to("meta")).shape == (2, 5, 40)
+    with torch.backends.mkldnn.flags(enabled=False):
+        frozen()(inputs)
+    assert calls == []

@@ -1,0 +1,52 @@
+"""The simulator behind docs/scale.md counts as the package does and predicts what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coda_prompt.bench.config import load_benchmark
+from coda_prompt.bench.cost import multiply_adds
+from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.vit import ViTConfig
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import scale  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["ViT-B/16", "pocket"])
+def test_operations_are_those_counted(name: str) -> None:
+    net = scale.NETS["ViT-B/16"] if name == "ViT-B/16" else scale.pocket()
+    vit = ViTConfig() if name == "ViT-B/16" else load_backbone("pocket").vit.config
+    options = ("methods.coda-p.options.length=8", "methods.coda-p.options.components=50")
+    benchmark = load_benchmark("pocket", [*options, "training.queries=exact"])
+    counted = multiply_adds(benchmark, "coda-p", vit, [20] * 5)
+    sums = net.sum_of(50)
+    assert net.forward + net.prompted + sums == pytest.approx(counted.inference, rel=0.03)
+    whole = net.forward + net.prompted + net.backward + 2 * sums
+    assert whole == pytest.approx(counted.training, rel=0.05)
+
+
+def test_measured_points_are_predicted_within_a_quarter() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "speed.json").read_text("utf-8"))
+    points = list(scale.points(measured))
+    assert len(points) >= 10
+    assert [point for point in points if abs(point[1] / point[2] - 1) > 0.25] == []
+
+
+def test_the_tables_of_the_docs_are_those_it_makes() -> None:
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "scale.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    page = (ROOT / "docs" / "scale.md").read_text("utf-8")
+    rows = [line for line in made.splitlines() if line.startswith("| ViT")]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in page] == []

@@ -1,0 +1,329 @@
+"""Several processes on one training, and many trainings on a Ray cluster, change no number."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from test_keeping import comparable, micro
+from torch.testing import assert_close
+
+from coda_prompt.errors import BadOption
+from coda_prompt.training.devices import Devices
+
+PLAIN = (sys.executable, "-m", "coda_prompt")
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--standalone", "-m", "coda_prompt"),
+)
+ENVIRONMENT = {
+    **{key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A command at work in a session of its own, of which nothing is left in the end."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_checkpoint(out: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not list(out.rglob("checkpoint-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- one training on two processes
+
+
+def bench(tiny: Path, out: Path, *more: str) -> list[str]:
+    """Five images a step: shares of three and two, and of one and one at the end of an epoch."""
+    settings = ("--set", "training.batch_size=5", "--set", "training.epochs=2")
+    given = ("--trials", "1", "--precision", "64-true", "--keep", "--json")
+    return ["bench", str(tiny), "--out", str(out), *settings, *given, *more]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone")
+    finished = run(*PLAIN, *bench(tiny, out))
+    assert finished.returncode == 0, finished.stderr
+    return out
+
+
+def assert_same_training(found: Path, expected: Path, rows: int) -> None:
+    """The same matrix, parameters to 1e-9 in float64, losses (told in float32) to 1e-6."""
+    results = sorted(found.rglob("result.json"))
+    assert len(results) == rows
+    for result in results:
+        twin = expected / result.relative_to(found)
+        mine, other = (json.loads(path.read_text()) for path in (result, twin))
+        assert mine["matrix"] == other["matrix"]
+        assert mine["own_classes"] == other["own_classes"]
+        np.testing.assert_allclose(mine["losses"], other["losses"], rtol=1e-6)
+        learned, known = (
+            load_file(path.with_name("learned.safetensors")) for path in (result, twin)
+        )
+        assert learned.keys() == known.keys()
+        for name, tensor in known.items():
+            assert_close(learned[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("start", "more", "rows"),
+    [
+        (PLAIN, ("--devices", "2"), 3),
+        (TORCHRUN, (), 3),
+        (PLAIN, ("--devices", "2", "--strategy", "fsdp", "--methods", "coda-p,ncm"), 2),
+    ],
+    ids=["devices", "torchrun", "fsdp"],
+)
+def test_two_processes_learn_what_one_learns(
+    start: tuple[str, ...], more: tuple[str, ...], rows: int, tiny: Path, alone: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    finished = run(*start, *bench(tiny, tmp_path, *more))
+    assert finished.returncode == 0, finished.stderr
+    assert len(json.loads(finished.stdout)["rows"]) == rows, "one process speaks"
+    assert_same_training(tmp_path, alone, rows)
+    told = json.loads(next(tmp_path.rglob("environment.json")).read_text())
+    assert told["processes"] == 2
+
+
+@pytest.mark.slow
+def test_pocket_on_two_processes(tmp_path: Path) -> None:
+    settings = ("--set", "training.epochs=1", "--methods", "coda-p,ncm", "--trials", "1")
+    given = ("bench", "pocket", *settings, "--precision", "64-true", "--keep", "--json")
+    for start, more, out in (
+        (PLAIN, (), "one"),
+        (PLAIN, ("--devices", "2"), "two"),
+        (TORCHRUN, (), "three"),
+    ):
+        command = [*start, *given, *more, "--out", str(tmp_path / out)]
+        subprocess.run(command, check=True, timeout=1800, capture_output=True, env=ENVIRONMENT)
+    assert_same_training(tmp_path / "two", tmp_path / "one", 2)
+    assert_same_training(tmp_path / "three", tmp_path / "one", 2)
+
+
+def test_a_model_taught_by_two_processes(drawing_folders: Path, tmp_path: Path) -> None:
+    """Also continued, and measured on held-out images, the same by one process and by two."""
+    for name, more in (("one", ()), ("two", ("--devices", "2"))):
+        for task in ("task-1", "task-2"):
+            finished = run(
+                *PLAIN, "learn", str(tmp_path / name), str(drawing_folders / task),
+                *("--method", "coda-p", "--epochs", "1", "--val", "0.15"),
+                *("--precision", "64-true", "--json", *more),
+            )  # fmt: skip
+            assert finished.returncode == 0, finished.stderr
+            told = json.loads(finished.stdout)
+        assert told["held_out"] == 12
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, tensor in one.items():
+        assert_close(two[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+    tasks = [
+        json.loads((tmp_path / name / "config.json").read_text())["tasks"]
+        for name in ("one", "two")
+    ]
+    for mine, other in zip(*tasks, strict=True):
+        for field in ("accuracy", "accuracy_own", "held_out", "images"):
+            assert mine[field] == other[field]
+
+
+def test_fsdp_spreads_the_frozen_backbone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from small import AUGMENTED_VIEWS, tiny_vit\n"
+        "from coda_prompt import methods\n"
+        "from coda_prompt.training.devices import Devices\n"
+        "from coda_prompt.training.engine import Engine\n"
+        "with Devices('cpu', 2, strategy='fsdp').launched() as fabric:\n"
+        "    method = methods.make('coda-p', tiny_vit())\n"
+        "    whole = sum(p.numel() for p in method.backbone.blocks.parameters())\n"
+        "    Engine(AUGMENTED_VIEWS, fabric=fabric)._place(method)\n"
+        "    here = sum(p.to_local().numel() for p in method.backbone.blocks.parameters())\n"
+        "    print(here / whole)\n"
+    )
+    finished = run(sys.executable, str(script), str(Path(__file__).parent))
+    assert finished.returncode == 0, finished.stderr
+    assert 0.4 < float(finished.stdout) < 0.6
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_a_training_of_two_processes_that_was_stopped_goes_on(
+    kind: signal.Signals, tiny: Path, tmp_path: Path
+) -> None:
+    """All are asked to stop; or the second one is killed, which the first one has to notice."""
+    more = ("--devices", "2", "--set", "training.epochs=60", "--methods", "coda-p")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    expected = run(*PLAIN, *bench(tiny, whole, *more))
+    assert expected.returncode == 0, expected.stderr
+    with started(*PLAIN, *bench(tiny, out, *more)) as process:
+        wait_for_checkpoint(out, process)
+        if kind == signal.SIGINT:
+            os.killpg(process.pid, kind)
+        else:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[0]), kind)
+        _, told = process.communicate(timeout=60)
+        assert "Traceback" not in told
+        if kind == signal.SIGINT:
+            assert process.returncode == 130, told
+            assert told.count("run the same command to go on") == 1
+        else:
+            assert process.returncode == 2, told
+            assert "run the same command again" in told
+    finished = run(*PLAIN, *bench(tiny, out, *more))
+    assert finished.returncode == 0, finished.stderr
+    assert comparable(out) == comparable(whole)
+
+
+def test_what_one_process_finds_wrong_is_told_once(tiny: Path, tmp_path: Path) -> None:
+    fields = tiny.read_text()
+    data = tmp_path / "data"
+    shutil.copytree(tiny.parent / "data", data)
+    for number in range(6):  # some of both processes' shares
+        (data / "train" / "a" / f"{number}.png").write_bytes(b"no image")
+    broken = tmp_path / "tiny.yaml"
+    broken.write_text(fields.replace(str(tiny.parent / "data"), str(data)))
+    finished = run(*PLAIN, *bench(broken, tmp_path / "out", "--devices", "2"))
+    assert finished.returncode == 2, finished.stderr
+    assert finished.stderr.count("none of the formats") == 1
+    assert "Traceback" not in finished.stderr
+
+
+def test_what_cannot_be_asked_for(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = run(*PLAIN, *bench(tiny, tmp_path, "--devices", "2", "--jobs", "2"))
+    assert finished.returncode == 2
+    assert "one device each" in finished.stderr
+    with pytest.raises(BadOption, match="more than one device"):
+        Devices(strategy="fsdp").fabric()
+    for key, value in (("LOCAL_WORLD_SIZE", "2"), ("WORLD_SIZE", "4"), ("RANK", "0")):
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    assert Devices().several
+    with pytest.raises(BadOption, match="3 are asked for, but 2 were started"):
+        Devices(devices=3).fabric()
+
+
+@pytest.mark.parametrize(("by_srun", "several"), [(True, True), (False, False)])
+def test_slurm_is_recognised(by_srun: bool, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's script itself is one process, whatever the job has; `srun` starts them all."""
+    job = {"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "table", "SLURM_PROCID": "0"}
+    job |= {"SLURM_NTASKS_PER_NODE": "4"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    for key, value in (job | (step if by_srun else {})).items():
+        monkeypatch.setenv(key, value)
+    assert Devices().several is several
+    if by_srun:
+        fabric = Devices("cpu").fabric()
+        assert type(fabric.strategy.cluster_environment).__name__ == "SLURMEnvironment"
+        assert fabric.strategy.num_processes * fabric.strategy.num_nodes == 8
+
+
+# -- many trainings
+
+
+def test_a_ray_cluster_gives_the_same_report_though_a_worker_is_killed(
+    tiny: Path, tmp_path: Path
+) -> None:
+    plain, there = tmp_path / "plain", tmp_path / "ray"
+    more = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=30")
+    finished = run(*PLAIN, "bench", *micro(tiny, plain), *more, "--jobs", "2")
+    assert finished.returncode == 0, finished.stderr
+    command = [*PLAIN, "bench", *micro(tiny, there), *more, "--executor", "ray"]
+    with started(*command) as process:
+        wait_for_checkpoint(there, process)
+        owner = next(there.rglob(".lock.owner"))
+        worker = int(owner.read_text())
+        assert worker != process.pid
+        os.kill(worker, signal.SIGKILL)
+        _, told = process.communicate(timeout=150)
+        assert process.returncode == 0, told
+    assert comparable(there) == comparable(plain)
+    assert report(there) == report(plain)
+
+
+def report(runs: Path) -> dict[str, Any]:
+    finished = run(*PLAIN, "report", str(runs), "-o", str(runs / "report"), "--json")
+    assert finished.returncode == 0, finished.stderr
+    parts: dict[str, Any] = json.loads(finished.stdout)["parts"]
+    for rows in parts.values():
+        for row in rows:
+            for name in ("seconds", "memory_mib"):
+                row.pop(name, None)
+    return parts
+
+
+def test_without_ray_its_extra_is_named(tiny: Path, tmp_path: Path) -> None:
+    program = "import sys; sys.modules['ray'] = None; from coda_prompt.cli import main; main()"
+    arguments = ["bench", *micro(tiny, tmp_path), "--executor", "ray"]
+    finished = run(sys.executable, "-c", program, *arguments)
+    assert finished.returncode == 2
+    assert "coda-prompt[ray]" in finished.stderr
+
+
+def test_runs_behind_an_address(
+    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Kept there with every checkpoint: lost here in the midst, a run goes on from there."""
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    register = (
+        "import fsspec, sys; from fsspec.implementations.dirfs import DirFileSystem as Dir;"
+        "from fsspec.implementations.local import LocalFileSystem as Local\n"
+        "class There(Dir):\n"
+        "    protocol = 'there'\n"
+        f"    def __init__(self, **_): super().__init__({str(there)!r}, Local(auto_mkdir=True))\n"
+        "    @classmethod\n"
+        "    def _strip_protocol(cls, path): return path.removeprefix('there://').strip('/')\n"
+        "fsspec.register_implementation('there', There, clobber=True)\n"
+        "from coda_prompt.cli import main; main()"
+    )
+    there.mkdir()
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-c", register, "bench", *micro(tiny, tmp_path / "unused")]
+    command[command.index("--out") + 1] = "there://runs"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               text=True, env=environment)  # fmt: skip
+    wait_for_checkpoint(there, process)
+    process.kill()
+    process.communicate()
+    shutil.rmtree(cache)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    whole = tmp_path / "whole"
+    assert run(*PLAIN, "bench", *micro(tiny, whole)).returncode == 0
+    assert comparable(there / "runs") == comparable(whole)
+    assert not list(there.rglob("checkpoint-*"))
+    assert (there / "runs" / "tiny" / "benchmark.json").exists()
+    assert list(there.rglob("accuracy.png"))

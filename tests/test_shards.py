@@ -1,0 +1,243 @@
+"""Tar shards give what the folder gives that they were made from, image for image."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from small import coda
+
+from coda_prompt import ContinualClassifier
+from coda_prompt.data import shards
+from coda_prompt.data.shards import shard_source, write_shards
+from coda_prompt.data.sources import Source, folder_source
+from coda_prompt.data.stream import cut
+from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
+from coda_prompt.pixels import Pixels
+from coda_prompt.training.loading import Epoch, Views, batches
+
+VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,), "bilinear"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Path) -> Path:
+    return tiny.parent / "data"
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several small shards, which the command would not make."""
+    out = tmp_path_factory.mktemp("shards")
+    few = 2_000
+    largest = shards._tars
+    shards._tars = lambda split, _: largest(split, few)  # type: ignore[assignment]
+    try:
+        written = write_shards(str(folder), out, 1)
+    finally:
+        shards._tars = largest
+    assert len(written) > 4
+    return out
+
+
+def stream_of(source: Source, rank: int, world: int, workers: int) -> list[Any]:
+    """What a process of a training sees: two epochs of each task, augmented, and its tests."""
+    seen = []
+    for task in cut(source, tasks=3, seed=1).tasks:
+        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0)).tolist()
+        whole = [order[first : first + 5] for first in range(0, len(order), 5)]
+        shares = [batch[rank::world] for batch in whole]
+        for epoch in range(2):
+            key = Epoch(0, task.index, epoch)
+            seen += list(batches(task.train, VIEWS, shares, epoch=key, workers=workers))
+        tests = [list(range(rank, len(task.test), world))]
+        seen += list(batches(task.test, VIEWS, tests, workers=workers))
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 2), (1, 2)])
+def test_the_stream_is_that_of_the_folder(
+    rank: int, world: int, workers: int, folder: Path, packed: Path
+) -> None:
+    expected = stream_of(folder_source(folder), rank, world, 0)
+    found = stream_of(shard_source(str(packed)), rank, world, workers)
+    assert len(found) == len(expected) > 6
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine.images, other.images)
+        assert torch.equal(mine.labels, other.labels)
+        assert torch.equal(mine.positions, other.positions)
+
+
+def test_a_benchmark_on_shards_gives_the_same_numbers(
+    tiny: Path, packed: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    more = ("--set", f"source=shards:{packed}", "--set", "training.workers=2", "--json")
+    finished = coda("bench", str(tiny), "--out", str(tmp_path), *more)
+    assert finished.returncode == 0, finished.stderr
+    for path in sorted(tmp_path.rglob("result.json")):
+        expected = json.loads((tiny_runs[0] / path.relative_to(tmp_path)).read_text())
+        found = json.loads(path.read_text())
+        for field in ("matrix", "losses", "learned_sha256", "class_names"):
+            assert found[field] == expected[field]
+
+
+def test_a_classifier_learns_from_shards(drawing_folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for part, origin in (("train", "task-1"), ("test", "task-2")):
+        (tmp_path / "data" / part).symlink_to(drawing_folders / origin)
+    with pytest.raises(MissingData, match="different classes"):
+        write_shards(str(tmp_path / "data"), tmp_path / "out", 1)
+    finished = coda("shards", str(drawing_folders / "task-1"), str(tmp_path / "out"))
+    assert finished.returncode == 0, finished.stderr
+    assert "2 shards" in finished.stderr
+    source = folder_source(drawing_folders / "task-1")
+    classifier, other = ContinualClassifier(), ContinualClassifier()
+    classifier.learn(f"shards:{tmp_path / 'out'}")
+    train: Any = source.train
+    other.learn(train.paths, [source.class_names[label] for label in train.labels])
+    assert classifier.classes_ == other.classes_
+    assert classifier.evaluate(f"shards:{tmp_path / 'out'}").images == len(source.test)
+    test: Any = source.test
+    paths = list(test.paths)
+    assert np.array_equal(classifier.predict_proba(paths), other.predict_proba(paths))
+
+
+def test_the_index_is_made_once_and_not_trusted(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = shard_source(str(packed))
+    index = packed / shards.INDEX.format("train")
+    kept = index.read_bytes()
+
+    def check_kept() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(shards, "_made", lambda *_: pytest.fail("made again"))
+            assert shard_source(str(packed)).fingerprint() == first.fingerprint()
+
+    check_kept()
+    damaged = [kept[:-3], kept[:5], b"", b"x" * 100, kept.replace(b"train-000000", b"train-000009")]
+    label = bytearray(kept)
+    label[-9 * len(first.train) :] = b"\xff" * (9 * len(first.train))  # far outside the shards
+    for content in (*damaged, bytes(label)):
+        index.write_bytes(content)
+        assert shard_source(str(packed)).fingerprint() == first.fingerprint()
+        check_kept()
+
+
+def test_shards_elsewhere(packed: Path, tmp_path: Path) -> None:
+    """Any address fsspec knows; the index is kept at home."""
+    memory = fsspec.filesystem("memory")
+    for path in packed.glob("*.*"):
+        if not path.name.startswith("."):
+            memory.pipe(f"/there/{path.name}", path.read_bytes())
+    found, local = shard_source("memory://there"), shard_source(str(packed))
+    assert found.class_names == local.class_names
+    for index in range(len(local.train)):
+        assert found.train.image(index).tobytes() == local.train.image(index).tobytes()
+    assert len(list((tmp_path / "cache" / "coda-prompt").iterdir())) == 2
+    memory.rm("/there/train-000000.tar")
+    with pytest.raises(BadImage, match="cannot be read"):
+        found.train.image(0)
+
+
+def tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def an_image(folder: Path) -> bytes:
+    return (folder / "train" / "a" / "0.png").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["json", "cls", "folders", "numbers"])
+def test_layouts_of_others(how: str, folder: Path, tmp_path: Path) -> None:
+    image = an_image(folder)
+    files: dict[str, dict[str, bytes]] = {
+        "json": {"0.png": image, "0.json": b'{"label": "cat"}', "x/1.png": image,
+                 "x/1.json": b'{"cls": "dog"}'},
+        "cls": {"0.png": image, "0.cls": b"cat\n", "1.seg.png": image, "1.cls": b"dog"},
+        "folders": {"some/cat/0.png": image, "dog/1.png": image, "dog/notes.txt": b"no"},
+        "numbers": {"0.png": image, "0.cls": b"10", "1.png": image, "1.cls": b"9"},
+    }  # fmt: skip
+    for part in ("train", "test"):
+        tar(tmp_path / f"{part}-0.tar", files[how])
+    source = shard_source(str(tmp_path))
+    assert source.class_names == (("9", "10") if how == "numbers" else ("cat", "dog"))
+    assert len(source.train) == len(source.test) == 2
+    assert source.train.image(0).size == (16, 16)
+
+
+def test_mistakes(folder: Path, tmp_path: Path) -> None:
+    image = an_image(folder)
+    with pytest.raises(MissingData, match=r"there is no train-\*.tar"):
+        shard_source(str(tmp_path))
+    with pytest.raises(MissingData, match="cannot be read"):
+        shard_source("no-such-protocol://place")
+    tar(tmp_path / "train-0.tar", {"0.png": image, "0.cls": b"1"})
+    with pytest.raises(MissingData, match=r"there is no test-\*.tar"):
+        shard_source(str(tmp_path))
+    for content, problem in (
+        ({"0.png": image}, "does not say what '0' is"),
+        ({"0.png": image, "0.cls": b"a\nb"}, "does not say what '0' is"),
+        ({"0.png": image, "0.cls": b"\xff"}, "is not a label"),
+        ({"0.png": image, "0.json": b"[" * 9999}, "is not a label"),
+        ({"0.png": image, "0.cls": b"1" * 70_000}, "is not a label"),
+    ):
+        tar(tmp_path / "test-0.tar", content)
+        with pytest.raises(CorruptFile, match=problem):
+            shard_source(str(tmp_path))
+    tar(tmp_path / "test-0.tar", {"0.cls": b"1"})
+    with pytest.raises(MissingData, match="no image"):
+        shard_source(str(tmp_path))
+    for damaged in (b"", b"not a tar file" * 100):
+        (tmp_path / "test-0.tar").write_bytes(damaged)
+        with pytest.raises((CorruptFile, MissingData)):
+            shard_source(str(tmp_path))
+    tar(tmp_path / "test-0.tar", {"0.png": b"no image", "0.cls": b"1"})
+    with pytest.raises(BadImage, match="none of the formats"):
+        shard_source(str(tmp_path)).test.image(0)
+    (tmp_path / "classes.txt").write_text("only one\n")
+    with pytest.raises(CorruptFile, match="has 1 names, but there is a class 1"):
+        shard_source(str(tmp_path))
+    with pytest.raises(BadOption, match="has shards already"):
+        write_shards(str(folder), tmp_path, 1)
+
+
+def test_a_place_for_reading_only(packed: Path, tmp_path: Path) -> None:
+    """Then the index goes to the cache."""
+    program = (
+        "import sys, pathlib\n"
+        "from coda_prompt.data import shards\n"
+        "write = shards.write_atomically\n"
+        "def refuse(path, content):\n"
+        "    if str(path).startswith(sys.argv[1]): raise PermissionError(13, 'no', str(path))\n"
+        "    write(path, content)\n"
+        "shards.write_atomically = refuse\n"
+        "print(len(shards.shard_source(sys.argv[1]).train))\n"
+    )
+    for part in ("train", "test"):
+        (packed / shards.INDEX.format(part)).unlink(missing_ok=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(packed)],
+        capture_output=True, text=True, env={**os.environ}, timeout=60,
+    )  # fmt: skip
+    assert found.stdout.strip() == "36", found.stderr
+    assert len(list((tmp_path / "cache" / "coda-prompt").iterdir())) == 2

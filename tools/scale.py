@@ -1,0 +1,345 @@
+"""What a stream costs on machines we do not have: the tables of docs/scale.md.
+
+    python tools/scale.py            the tables
+    python tools/scale.py --check    predicted and measured on this machine, point by point
+
+Operations and bytes are worked out from the shapes; two numbers of the machine, how fast it
+multiplies and how fast it moves activations, are fitted to two measured steps
+(benchmarks/speed.json), and all other measured points are predicted with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+MEASURED = Path(__file__).parents[1] / "benchmarks"
+PROMPTED = 5
+"""Blocks with prompts."""
+PREFIX = 4
+"""Tokens in front of the keys, and as many in front of the values: prompts of length 8."""
+
+
+@dataclass(frozen=True)
+class Net:
+    """A ViT by its shapes."""
+
+    name: str
+    tokens: int
+    width: int
+    depth: int
+    hidden: int
+    stem: float
+    """Multiply-adds before the first block."""
+
+    @property
+    def parameters(self) -> float:
+        return self.depth * (4 * self.width**2 + 2 * self.width * self.hidden)
+
+    def block(self, *, prefix: int = 0) -> float:
+        """Multiply-adds of one block for one image."""
+        linear = self.tokens * (4 * self.width**2 + 2 * self.width * self.hidden)
+        return linear + 2 * self.tokens * (self.tokens + prefix) * self.width
+
+    @property
+    def last_block(self) -> float:
+        """For the class token alone; keys and values of all tokens."""
+        keys_and_values = 2 * self.tokens * self.width**2
+        own = 2 * self.width**2 + 2 * self.width * self.hidden + 2 * self.tokens * self.width
+        return keys_and_values + own
+
+    @property
+    def forward(self) -> float:
+        return self.stem + (self.depth - 1) * self.block() + self.last_block
+
+    @property
+    def prompted(self) -> float:
+        return self.forward + PROMPTED * 2 * self.tokens * PREFIX * self.width
+
+    @property
+    def shared(self) -> float:
+        """What query and prompted pass have in common: all up to the first projections."""
+        return self.stem + 3 * self.tokens * self.width**2
+
+    @property
+    def backward(self) -> float:
+        """Of activations alone; the first block's projections need none."""
+        attention = 2 * self.tokens * (self.tokens + PREFIX) * self.width
+        linear = self.tokens * (4 * self.width**2 + 2 * self.width * self.hidden)
+        inner = (self.depth - 1) * (linear + 2.5 * attention)
+        return inner - 3 * self.tokens * self.width**2 + self.last_block
+
+    @property
+    def moved(self) -> float:
+        """Bytes of activations read and written beside the products, in a forward pass."""
+        return 4.0 * self.depth * self.tokens * (12 * self.width + 3 * self.hidden)
+
+    @property
+    def kept(self) -> float:
+        """Bytes of activations kept for the backward pass, for one image."""
+        return 4.0 * self.depth * self.tokens * (9 * self.width + 1.25 * self.hidden)
+
+    def sum_of(self, components: float) -> float:
+        """Multiply-adds of weights and prompts of so many components, for one image."""
+        return PROMPTED * components * (2 + 2 * PREFIX) * self.width
+
+    def component_bytes(self, components: float) -> float:
+        """Key, attention vector and prompt of each, and the two folded products."""
+        return 4.0 * PROMPTED * components * (4 + 2 * PREFIX) * self.width
+
+
+def patches(side: int, width: int, channels: int = 3) -> float:
+    return (224 // side) ** 2 * side**2 * channels * width
+
+
+NETS = {
+    net.name: net
+    for net in (
+        Net("ViT-S/16", 197, 384, 12, 1536, patches(16, 384)),
+        Net("ViT-B/16", 197, 768, 12, 3072, patches(16, 768)),
+        Net("ViT-L/16", 197, 1024, 24, 4096, patches(16, 1024)),
+        Net("ViT-g/14", 257, 1408, 40, 6144, patches(14, 1408)),
+    )
+}
+
+
+def pocket() -> Net:
+    """The net in the package; its stem is two convolutions."""
+    from coda_prompt.model.catalog import load_backbone
+
+    config = load_backbone("pocket").vit.config
+    channels, side, stem = (config.channels, *config.stem, config.width), config.image_size, 0.0
+    for before, after in pairwise(channels):
+        side //= 2
+        stem += side**2 * 9 * before * after
+    return Net("pocket", config.grid**2 + 1, config.width, config.depth, config.mlp_width, stem)
+
+
+# -- a machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    rate: float
+    """Multiply-adds a second of one device."""
+    bandwidth: float
+    """Bytes a second between a device and its memory."""
+    link: float = 1e12
+    """Bytes a second between devices."""
+    latency: float = 0.0
+    """Seconds of each message between devices."""
+
+    def seconds(self, multiply_adds: float, moved: float) -> float:
+        return multiply_adds / self.rate + moved / self.bandwidth
+
+    def step(
+        self, net: Net, images: float, *, cached: bool, components: float = 100, devices: int = 1
+    ) -> float:
+        """A training step of so many images over all devices."""
+        each = net.prompted + net.backward + net.sum_of(components)
+        moved = 3 * net.moved
+        if not cached:
+            each += net.forward - net.shared
+            moved += net.moved
+        own = images / devices
+        once = net.component_bytes(components) if components > 1000 else 0.0
+        return self.seconds(own * each, own * moved + once) + self.exchange(net, devices)
+
+    def exchange(self, net: Net, devices: int, classes: int = 10, per_task: int = 10) -> float:
+        """Gradients of what trains, around a ring."""
+        if devices == 1:
+            return 0.0
+        trained = 4.0 * (per_task * PROMPTED * (2 + 2 * PREFIX) + classes) * net.width
+        return 2 * trained / self.link + 2 * (devices - 1) * self.latency
+
+    def evaluation(self, net: Net, images: float, queries: float) -> float:
+        """So many images through the prompted pass, and so many queries."""
+        own = images * net.prompted + queries * (net.forward - net.shared)
+        return self.seconds(own, (images + queries) * net.moved)
+
+
+def fitted(rows: list[dict[str, Any]]) -> Machine:
+    """From the cached steps of the largest and the smallest net."""
+    (a, b, s), (c, d, t) = (
+        (
+            row["batch"] * (net.prompted + net.backward + net.sum_of(50)),
+            row["batch"] * 3 * net.moved,
+            row["seconds"],
+        )
+        for net, row in ((NETS["ViT-B/16"], _row(rows, "ViT-B/16", "cached")),
+                         (pocket(), _row(rows, "pocket", "cached")))
+    )  # fmt: skip
+    determinant = a * d - b * c
+    return Machine(determinant / (s * d - b * t), determinant / (a * t - s * c))
+
+
+def _row(rows: list[dict[str, Any]], backbone: str, step: str) -> dict[str, Any]:
+    return next(row for row in rows if row["backbone"] == backbone and row["step"] == step)
+
+
+def points(measured: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
+    """Name, predicted and measured, of every point that was not fitted on; seconds but for MiB."""
+    machine, nets = fitted(measured["training"]), {**NETS, "pocket": pocket()}
+    for row in measured["training"]:
+        if row["step"] == "textbook" or (row["step"], row["backbone"]) in (
+            ("cached", "ViT-B/16"),
+            ("cached", "pocket"),
+        ):
+            continue
+        cached = row["step"] == "cached"
+        told = machine.step(nets[row["backbone"]], row["batch"], cached=cached, components=50)
+        yield f"step, {row['backbone']}, {row['step']} queries", told, row["seconds"]
+    for row in measured["training"]:
+        if row["step"] == "cached" and row["backbone"] != "ViT-B/16":
+            told = row["batch"] * nets[row["backbone"]].kept / 2**20
+            yield f"MiB of a step, {row['backbone']}", told, row["MiB"]
+    for row in measured["evaluation"]:
+        size = row["images a task"]
+        told = machine.evaluation(nets[row["backbone"]], 55 * size, 10 * size)
+        yield f"evaluation of 10 tasks, {row['backbone']}", told, row["product"]
+    for row in measured["growth"]:
+        told = machine.step(nets[row["backbone"]], 16, cached=True, components=row["components"])
+        yield f"step, {row['backbone']}, {row['components']} components", told, row["seconds"]
+
+
+# -- tables
+
+GPU = Machine(rate=60e12 / 2, bandwidth=1.5e12, link=25e9, latency=10e-6)
+"""Assumed: sustains 60 TFLOP/s and 1.5 TB/s; 25 GB/s and 10 us between devices."""
+
+
+def table(heads: list[str], rows: Iterable[list[str]]) -> None:
+    print("| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def hours(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 100 * 86400 else f"{seconds / 86400:,.0f} days"
+
+
+def size(bytes_: float) -> str:
+    for unit in ("kB", "MB", "GB"):
+        bytes_ /= 1000
+        if bytes_ < 1000:
+            return f"{bytes_:,.3g} {unit}"
+    return f"{bytes_ / 1000:,.3g} TB"
+
+
+def tables() -> None:
+    nets = [NETS[name] for name in ("ViT-B/16", "ViT-L/16", "ViT-g/14")]
+    print("Images a second in training (exact queries, 100 components), and share of the ideal\n")
+    for batch in (128, 8192):
+        print(f"Global batch {batch}:\n")
+        rows = []
+        for net in nets:
+            one = GPU.step(net, min(batch, 128), cached=False) / min(batch, 128)
+            cells = []
+            for devices in (1, 8, 64, 1024):
+                if devices > batch:
+                    cells.append("-")
+                    continue
+                rate = batch / GPU.step(net, batch, cached=False, devices=devices)
+                cells.append(f"{rate:,.0f} ({100 * rate * one / devices:.0f} %)")
+            rows.append([net.name, *cells])
+        table(["backbone", "1 GPU", "8", "64", "1,024"], rows)
+    print("Training a stream: 20 epochs of all images, global batch 8192\n")
+    table(
+        ["backbone", "images", "1 GPU", "8", "64", "1,024"],
+        [
+            [net.name, f"{images:,.0f}", *(
+                hours(20 * images / 8192 * GPU.step(net, 8192, cached=False, devices=devices))
+                for devices in (1, 8, 64, 1024)
+            )]
+            for net in nets for images in (1e6, 1e8, 1e9)
+        ],
+    )  # fmt: skip
+    print("What is learned: 10 components a task, ViT-B/16\n")
+    net = NETS["ViT-B/16"]
+    table(
+        ["tasks", "components", "their size", "their sum, of a pass", "files of a checkpoint"],
+        [
+            [f"{tasks:,}", f"{10 * tasks:,}", size(net.component_bytes(10 * tasks)),
+             f"{100 * net.sum_of(10 * tasks) / net.forward:.1f} %", f"{tasks:,}"]
+            for tasks in (10, 100, 1000, 10_000)
+        ],
+    )  # fmt: skip
+    print("The head\n")
+    table(
+        ["classes", "size, ViT-B/16", "of a pass", "size, ViT-g/14", "of a pass"],
+        [
+            [f"{classes:,}", *(
+                cell
+                for own in (NETS["ViT-B/16"], NETS["ViT-g/14"])
+                for cell in (size(4 * classes * own.width),
+                             f"{100 * classes * own.width / own.forward:.2f} %")
+            )]
+            for classes in (100, 10_000, 1_000_000)
+        ],
+    )  # fmt: skip
+    print("All rows of the accuracy matrix, ViT-B/16, one GPU, 50 test images a class, "
+          "10 classes a task\n")  # fmt: skip
+    table(
+        ["tasks", "test images", "passes", "time", "training of 1,000 images a class, 20 epochs"],
+        [
+            [f"{tasks:,}", f"{500 * tasks:,}", f"{250 * tasks * (tasks + 1):,}",
+             hours(GPU.evaluation(net, 250 * tasks * (tasks + 1), 500 * tasks)),
+             hours(20 * 10_000 * tasks / 128 * GPU.step(net, 128, cached=False))]
+            for tasks in (10, 100, 1000, 10_000)
+        ],
+    )  # fmt: skip
+    print("Memory of a device, batch of 128 images on it, float32\n")
+    table(
+        ["backbone", "weights", "of them with fsdp on 8", "activations", "with recompute"],
+        [
+            [own.name, size(4 * own.parameters), size(4 * own.parameters / 8),
+             size(128 * own.kept), size(128 * 4 * own.tokens * own.width * (own.depth + 12))]
+            for own in nets
+        ],
+    )  # fmt: skip
+    print("Queries kept in half precision, and the index of tar shards\n")
+    table(
+        ["images", "queries, ViT-B/16", "queries, ViT-g/14", "index"],
+        [
+            [f"{images:,.0f}", size(images * 2 * 768), size(images * 2 * 1408), size(images * 24)]
+            for images in (1e6, 1e8, 1e9)
+        ],
+    )  # fmt: skip
+    print("Sent by each device in a step (ring), 10 components and 10 classes a task: "
+          + ", ".join(f"{net.name} {size(2 * 4 * (100 * PROMPTED + 10) * net.width)}"
+                      for net in nets))  # fmt: skip
+
+
+def check() -> None:
+    measured = json.loads((MEASURED / "speed.json").read_text("utf-8"))
+    machine = fitted(measured["training"])
+    print(
+        f"fitted: {2 * machine.rate / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s of "
+        "activations\n"
+    )
+    table(
+        ["point", "predicted", "measured", "off by"],
+        [
+            [name, f"{told:.3g}", f"{found:.3g}", f"{100 * (told / found - 1):+.0f} %"]
+            for name, told, found in points(measured)
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    check() if parser.parse_args().check else tables()
+
+
+if __name__ == "__main__":
+    main()
