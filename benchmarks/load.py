@@ -3,7 +3,7 @@
     python benchmarks/load.py [--requests 1500] [--callers 32] [--out FILE]
 
 Each service runs in its own process, as `coda serve` starts it; callers are in processes of their
-own. The two take turns; medians of their rounds count.
+own. The two take turns; medians of their rounds count. The model is the one the demo page has.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from speed import machine, show
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.files import write_atomically
+from coda_prompt.serve.command import DEMO
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from drawings import drawings  # type: ignore[import-not-found]
@@ -131,9 +134,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
-        classifier = ContinualClassifier()
-        classifier.learn(*drawings(range(40), 40))
-        classifier.save(folder)
+        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO) as demo:
+            shutil.copytree(demo, folder)
         images, _ = drawings(range(40), 2, test=True)
         bodies = [png(image) for image in images]
         rates = throughput(folder, bodies, options.requests, options.callers)

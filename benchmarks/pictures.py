@@ -30,7 +30,7 @@ def steps(rows: list[dict[str, Any]]) -> None:
             places, [row["times faster"] for row in own], 0.32, color=colour,
             label=f"{variant} queries",
         )  # fmt: skip
-        axes.bar_label(bars, fmt="%.2f", padding=2)
+        axes.bar_label(bars, fmt="%.2f", label_type="center", color="white")
         counted = [row["counted"] for row in own]
         axes.hlines(
             counted, [place - 0.16 for place in places], [place + 0.16 for place in places],
@@ -59,7 +59,7 @@ def growth(components: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> Non
         right.plot(numbers, [row["to task 10"] for row in lived], "o-", color=colour, label=method)
     right.set(xscale="log", xlabel="task of one class", ylabel="`coda learn`, relative to task 10")
     for axes in (left, right):
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     figure.savefig(DOCS / "performance-growth.png", dpi=150)

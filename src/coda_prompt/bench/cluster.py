@@ -97,8 +97,9 @@ def _all(ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> 
     threads = max(1, int(cluster.cpus))
     waiting = {}
     for number, run in enumerate(runs):
-        absolute = dataclasses.replace(run, folder=run.folder.absolute())
-        waiting[task.remote(absolute, number, board, str(Path.cwd()), threads)] = number
+        device = "cpu" if run.device == "auto" and not cluster.gpus else run.device
+        there = dataclasses.replace(run, folder=run.folder.absolute(), device=device)
+        waiting[task.remote(there, number, board, str(Path.cwd()), threads)] = number
     stop = Stop()
     with stop.heeded():
         while waiting and not stop():

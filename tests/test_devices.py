@@ -1,65 +1,24 @@
-"""Several processes on one training, and many trainings on a Ray cluster, change no number."""
+"""Several processes on one training change no number."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from processes import ENVIRONMENT, PLAIN, TORCHRUN, run, started, wait_for_checkpoint
 from safetensors.torch import load_file
-from test_keeping import comparable, micro
+from test_keeping import comparable
 from torch.testing import assert_close
 
 from coda_prompt.errors import BadOption
 from coda_prompt.training.devices import Devices
-
-PLAIN = (sys.executable, "-m", "coda_prompt")
-TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-    *("--standalone", "-m", "coda_prompt"),
-)
-ENVIRONMENT = {
-    **{key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
-    "OMP_NUM_THREADS": "1",
-}
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
-
-
-@contextlib.contextmanager
-def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A command at work in a session of its own, of which nothing is left in the end."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def wait_for_checkpoint(out: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
-    while not list(out.rglob("checkpoint-*")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
 
 # -- one training on two processes
 
@@ -177,17 +136,24 @@ def test_fsdp_spreads_the_frozen_backbone(tmp_path: Path) -> None:
     assert 0.4 < float(finished.stdout) < 0.6
 
 
+LONGER = ("--devices", "2", "--set", "training.epochs=30", "--methods", "coda-p")
+
+
+@pytest.fixture(scope="module")
+def longer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("longer")
+    finished = run(*PLAIN, *bench(tiny, out, *LONGER))
+    assert finished.returncode == 0, finished.stderr
+    return out
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
 def test_a_training_of_two_processes_that_was_stopped_goes_on(
-    kind: signal.Signals, tiny: Path, tmp_path: Path
+    kind: signal.Signals, tiny: Path, longer: Path, tmp_path: Path
 ) -> None:
     """All are asked to stop; or the second one is killed, which the first one has to notice."""
-    more = ("--devices", "2", "--set", "training.epochs=60", "--methods", "coda-p")
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    expected = run(*PLAIN, *bench(tiny, whole, *more))
-    assert expected.returncode == 0, expected.stderr
-    with started(*PLAIN, *bench(tiny, out, *more)) as process:
-        wait_for_checkpoint(out, process)
+    with started(*PLAIN, *bench(tiny, tmp_path, *LONGER)) as process:
+        wait_for_checkpoint(tmp_path, process)
         if kind == signal.SIGINT:
             os.killpg(process.pid, kind)
         else:
@@ -201,9 +167,9 @@ def test_a_training_of_two_processes_that_was_stopped_goes_on(
         else:
             assert process.returncode == 2, told
             assert "run the same command again" in told
-    finished = run(*PLAIN, *bench(tiny, out, *more))
+    finished = run(*PLAIN, *bench(tiny, tmp_path, *LONGER))
     assert finished.returncode == 0, finished.stderr
-    assert comparable(out) == comparable(whole)
+    assert comparable(tmp_path) == comparable(longer)
 
 
 def test_what_one_process_finds_wrong_is_told_once(tiny: Path, tmp_path: Path) -> None:
@@ -249,81 +215,3 @@ def test_slurm_is_recognised(by_srun: bool, several: bool, monkeypatch: pytest.M
         fabric = Devices("cpu").fabric()
         assert type(fabric.strategy.cluster_environment).__name__ == "SLURMEnvironment"
         assert fabric.strategy.num_processes * fabric.strategy.num_nodes == 8
-
-
-# -- many trainings
-
-
-def test_a_ray_cluster_gives_the_same_report_though_a_worker_is_killed(
-    tiny: Path, tmp_path: Path
-) -> None:
-    plain, there = tmp_path / "plain", tmp_path / "ray"
-    more = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=30")
-    finished = run(*PLAIN, "bench", *micro(tiny, plain), *more, "--jobs", "2")
-    assert finished.returncode == 0, finished.stderr
-    command = [*PLAIN, "bench", *micro(tiny, there), *more, "--executor", "ray"]
-    with started(*command) as process:
-        wait_for_checkpoint(there, process)
-        owner = next(there.rglob(".lock.owner"))
-        worker = int(owner.read_text())
-        assert worker != process.pid
-        os.kill(worker, signal.SIGKILL)
-        _, told = process.communicate(timeout=150)
-        assert process.returncode == 0, told
-    assert comparable(there) == comparable(plain)
-    assert report(there) == report(plain)
-
-
-def report(runs: Path) -> dict[str, Any]:
-    finished = run(*PLAIN, "report", str(runs), "-o", str(runs / "report"), "--json")
-    assert finished.returncode == 0, finished.stderr
-    parts: dict[str, Any] = json.loads(finished.stdout)["parts"]
-    for rows in parts.values():
-        for row in rows:
-            for name in ("seconds", "memory_mib"):
-                row.pop(name, None)
-    return parts
-
-
-def test_without_ray_its_extra_is_named(tiny: Path, tmp_path: Path) -> None:
-    program = "import sys; sys.modules['ray'] = None; from coda_prompt.cli import main; main()"
-    arguments = ["bench", *micro(tiny, tmp_path), "--executor", "ray"]
-    finished = run(sys.executable, "-c", program, *arguments)
-    assert finished.returncode == 2
-    assert "coda-prompt[ray]" in finished.stderr
-
-
-def test_runs_behind_an_address(
-    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    """Kept there with every checkpoint: lost here in the midst, a run goes on from there."""
-    there, cache = tmp_path / "there", tmp_path / "cache"
-    register = (
-        "import fsspec, sys; from fsspec.implementations.dirfs import DirFileSystem as Dir;"
-        "from fsspec.implementations.local import LocalFileSystem as Local\n"
-        "class There(Dir):\n"
-        "    protocol = 'there'\n"
-        f"    def __init__(self, **_): super().__init__({str(there)!r}, Local(auto_mkdir=True))\n"
-        "    @classmethod\n"
-        "    def _strip_protocol(cls, path): return path.removeprefix('there://').strip('/')\n"
-        "fsspec.register_implementation('there', There, clobber=True)\n"
-        "from coda_prompt.cli import main; main()"
-    )
-    there.mkdir()
-    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, "-c", register, "bench", *micro(tiny, tmp_path / "unused")]
-    command[command.index("--out") + 1] = "there://runs"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                               text=True, env=environment)  # fmt: skip
-    wait_for_checkpoint(there, process)
-    process.kill()
-    process.communicate()
-    shutil.rmtree(cache)
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert finished.returncode == 0, finished.stderr
-    whole = tmp_path / "whole"
-    assert run(*PLAIN, "bench", *micro(tiny, whole)).returncode == 0
-    assert comparable(there / "runs") == comparable(whole)
-    assert not list(there.rglob("checkpoint-*"))
-    assert (there / "runs" / "tiny" / "benchmark.json").exists()
-    assert list(there.rglob("accuracy.png"))

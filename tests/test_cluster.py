@@ -1,0 +1,90 @@
+"""Many trainings, on a Ray cluster or kept behind an address, change no number."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from processes import ENVIRONMENT, PLAIN, run, started, wait_for_checkpoint
+from test_keeping import comparable, micro
+
+
+def test_a_ray_cluster_gives_the_same_report_though_a_worker_is_killed(
+    tiny: Path, tmp_path: Path
+) -> None:
+    plain, there = tmp_path / "plain", tmp_path / "ray"
+    more = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=20")
+    finished = run(*PLAIN, "bench", *micro(tiny, plain), *more, "--jobs", "2")
+    assert finished.returncode == 0, finished.stderr
+    command = [*PLAIN, "bench", *micro(tiny, there), *more, "--executor", "ray"]
+    with started(*command) as process:
+        wait_for_checkpoint(there, process)
+        owner = next(there.rglob(".lock.owner"))
+        worker = int(owner.read_text())
+        assert worker != process.pid
+        os.kill(worker, signal.SIGKILL)
+        _, told = process.communicate(timeout=150)
+        assert process.returncode == 0, told
+    assert comparable(there) == comparable(plain)
+    assert report(there) == report(plain)
+
+
+def report(runs: Path) -> dict[str, Any]:
+    finished = run(*PLAIN, "report", str(runs), "-o", str(runs / "report"), "--json")
+    assert finished.returncode == 0, finished.stderr
+    parts: dict[str, Any] = json.loads(finished.stdout)["parts"]
+    for rows in parts.values():
+        for row in rows:
+            for name in ("seconds", "memory_mib"):
+                row.pop(name, None)
+    return parts
+
+
+def test_without_ray_its_extra_is_named(tiny: Path, tmp_path: Path) -> None:
+    program = "import sys; sys.modules['ray'] = None; from coda_prompt.cli import main; main()"
+    arguments = ["bench", *micro(tiny, tmp_path), "--executor", "ray"]
+    finished = run(sys.executable, "-c", program, *arguments)
+    assert finished.returncode == 2
+    assert "coda-prompt[ray]" in finished.stderr
+
+
+def test_runs_behind_an_address(
+    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Kept there with every checkpoint: lost here in the midst, a run goes on from there."""
+    there, cache = tmp_path / "there", tmp_path / "cache"
+    register = (
+        "import fsspec, sys; from fsspec.implementations.dirfs import DirFileSystem as Dir;"
+        "from fsspec.implementations.local import LocalFileSystem as Local\n"
+        "class There(Dir):\n"
+        "    protocol = 'there'\n"
+        f"    def __init__(self, **_): super().__init__({str(there)!r}, Local(auto_mkdir=True))\n"
+        "    @classmethod\n"
+        "    def _strip_protocol(cls, path): return path.removeprefix('there://').strip('/')\n"
+        "fsspec.register_implementation('there', There, clobber=True)\n"
+        "from coda_prompt.cli import main; main()"
+    )
+    there.mkdir()
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-c", register, "bench", *micro(tiny, tmp_path / "unused")]
+    command[command.index("--out") + 1] = "there://runs"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               text=True, env=environment)  # fmt: skip
+    wait_for_checkpoint(there, process)
+    process.kill()
+    process.communicate()
+    shutil.rmtree(cache)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    whole = tmp_path / "whole"
+    assert run(*PLAIN, "bench", *micro(tiny, whole)).returncode == 0
+    assert comparable(there / "runs") == comparable(whole)
+    assert not list(there.rglob("checkpoint-*"))
+    assert (there / "runs" / "tiny" / "benchmark.json").exists()
+    assert list(there.rglob("accuracy.png"))
