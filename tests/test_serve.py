@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -445,6 +446,28 @@ def test_a_token_is_asked_for_where_there_is_one(model: Path) -> None:
         right = {"authorization": "Bearer correct horse"}
         assert client.get("/v1/classes", headers=right).status_code == 200
         assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "coda-serve.service"])
+def test_what_deploys_it_starts_it_with_a_token(file: str, model: Path) -> None:
+    """The command in the file, on another model and port; without the token it refuses to start."""
+    text = (Path(__file__).parents[1] / "deploy" / file).read_text("utf-8")
+    if file == "Dockerfile":
+        parts = re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", text, re.MULTILINE)
+        command = [word for part in parts for word in json.loads(part)]
+    else:
+        command = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)[0].split()
+    assert Path(command[0]).name == "coda"
+    assert command[1] == "serve"
+    arguments = [str(model) if word.endswith("/model") else word for word in command[2:]]
+    assert str(model) in arguments
+    with served(*arguments, CODA_TOKEN="correct horse") as client:
+        problem(client.get("/v1/classes"), 401)
+        right = {"authorization": "Bearer correct horse"}
+        assert client.get("/v1/classes", headers=right).status_code == 200
+    refused = coda("serve", *arguments)
+    assert refused.returncode == 2
+    assert "CODA_TOKEN" in refused.stderr
 
 
 def test_mistakes_at_the_start_end_in_one_message(model: Path, tmp_path: Path) -> None:
