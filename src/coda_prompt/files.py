@@ -75,6 +75,11 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+def own_cache() -> Path:
+    """What this user's runs keep for later and can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
+
+
 def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:

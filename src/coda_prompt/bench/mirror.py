@@ -7,7 +7,6 @@ its machine goes on from there. The address holds what counts; one command at a 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from coda_prompt.errors import BadOption, MissingData
+from coda_prompt.files import own_cache
 
 LOCAL = "file://"
 OWN = (".lock", ".tmp", ".owner")
@@ -29,8 +29,7 @@ def copy_of(out: str) -> tuple[Path, str | None]:
         return Path(out.removeprefix(LOCAL)), None
     if "://" not in out:
         return Path(out), None
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
-    return cache / f"runs-{hashlib.sha256(out.encode()).hexdigest()[:16]}", out.rstrip("/")
+    return own_cache() / f"runs-{hashlib.sha256(out.encode()).hexdigest()[:16]}", out.rstrip("/")
 
 
 class Mirror:

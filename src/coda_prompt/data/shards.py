@@ -33,7 +33,7 @@ from coda_prompt.data.folders import is_name
 from coda_prompt.data.images import SUFFIXES, read_image
 from coda_prompt.data.sources import FileSplit, Integers, Source, folder_source
 from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
-from coda_prompt.files import write_atomically
+from coda_prompt.files import own_cache, write_atomically
 
 PREFIX = "shards:"
 PARTS = ("train", "test")
@@ -165,9 +165,8 @@ def _part(place: str, part: str) -> tuple[list[str], Index]:
 
 def _homes(place: str, part: str) -> list[Path]:
     """Where an index is kept: beside the shards, or in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
     key = hashlib.sha256(place.encode()).hexdigest()[:16]
-    own = cache / f"shards-{key}-{part}.safetensors"
+    own = own_cache() / f"shards-{key}-{part}.safetensors"
     return [own] if "://" in place else [Path(place) / INDEX.format(part), own]
 
 
