@@ -217,7 +217,7 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("only one\n")
     with pytest.raises(CorruptFile, match="has 1 names, but there is a class 1"):
         shard_source(str(tmp_path))
-    with pytest.raises(BadOption, match="has shards already"):
+    with pytest.raises(BadOption, match="is not empty"):
         write_shards(str(folder), tmp_path, 1)
 
 

@@ -470,8 +470,9 @@ def _cluster(executor: str, address: str | None, cpus: float, gpus: float) -> Cl
 def _about(error: OSError) -> str:
     """What the system refused: a full disk, a missing permission."""
     where = f"{error.filename}: " if error.filename else ""
+    space = "Free some space and run the same command again; nothing finished is lost."
     remedy = {
-        errno.ENOSPC: "Free some space and run the same command again; nothing finished is lost.",
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), space),
         errno.EACCES: "Check the permissions of this place.",
         errno.EROFS: "Choose a place that can be written to.",
     }

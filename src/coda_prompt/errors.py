@@ -237,6 +237,15 @@ class LearnedBefore(CodaError):
         )
 
 
+class UnfinishedLesson(CodaError):
+    def __init__(self, folder: object) -> None:
+        super().__init__(
+            f"A lesson of other images or options was interrupted, and what it had done is kept in "
+            f"{folder}. Finish it with the command that began it, or remove that folder to give it "
+            "up."
+        )
+
+
 class NothingToUndo(CodaError):
     def __init__(self, what: object) -> None:
         super().__init__(

@@ -27,14 +27,22 @@ def write_atomically(path: Path, content: bytes) -> None:
     """The file holds the old content or the new, whenever the machine stops."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(temporary, content)
         temporary.replace(path)
         _sync_folder(path.parent)
+    except OSError as error:
+        if error.filename is None:  # a full disk does not say what it was
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -78,6 +80,12 @@ def _join(ray: Any, cluster: Cluster) -> None:
     told: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if cluster.address is None and "RAY_ADDRESS" not in os.environ:
         told["include_dashboard"] = False
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:([0-9]{1,5})", cluster.address or ""):
+        try:  # Ray itself would try for minutes
+            socket.create_connection((found[1], int(found[2])), timeout=5).close()
+        except (OSError, OverflowError) as error:
+            problem = f"nothing answers at {cluster.address} ({error})"
+            raise BadOption("coda bench", "address", problem) from error
     try:
         ray.init(cluster.address, **told)
     except Exception as error:  # Ray raises many kinds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,8 @@ from coda_prompt.bench.progress import BenchProgress
 from coda_prompt.bench.runner import OnEvent, Run, row_folder, run_in_turn, runs_of, write_json
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.console import messages, output, print_json
-from coda_prompt.errors import BadOption
+from coda_prompt.errors import BadOption, RunBusy
+from coda_prompt.files import exclusive
 from coda_prompt.training.devices import Devices
 
 SAVED = "benchmark.json"
@@ -46,6 +48,9 @@ class Manner:
             raise BadOption("coda bench", "devices", problem)
         if self.devices.several and self.home is not None:
             problem = "processes that share a run need a folder that all of them see"
+            raise BadOption("coda bench", "out", problem)
+        if self.out.startswith("memory://") and (self.jobs > 1 or self.cluster is not None):
+            problem = "memory is not shared with other processes; name a folder or an address"
             raise BadOption("coda bench", "out", problem)
 
     @property
@@ -113,7 +118,14 @@ def sweep(
 def write_report(place: str, out: Path, *, as_json: bool) -> None:
     folder, home = copy_of(place)
     if home is not None:
-        Mirror(folder, home).pull()
+        with tempfile.TemporaryDirectory() as copy:  # a benchmark may be at work in its own
+            Mirror(Path(copy) / "runs", home).pull()
+            _write_report(Path(copy) / "runs", out, as_json)
+    else:
+        _write_report(folder, out, as_json)
+
+
+def _write_report(folder: Path, out: Path, as_json: bool) -> None:
     runs = report.read_runs(folder)
     parts, written = page.write_report(runs, folder, out)
     if as_json:
@@ -131,6 +143,17 @@ def _run_all(
     runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
     """Do what is not done yet."""
+    if manner.mirror is None:
+        return _run_here(runs, manner, saved)
+    lock = manner.folder.with_name(f"{manner.folder.name}.lock")
+    lock.mkdir(parents=True, exist_ok=True)
+    with exclusive(lock, RunBusy):
+        return _run_here(runs, manner, saved)
+
+
+def _run_here(
+    runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
+) -> list[report.FinishedRun]:
     folder, home, mirror = manner.folder, manner.home, manner.mirror
     if mirror is not None:
         mirror.pull()

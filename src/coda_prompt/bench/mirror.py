@@ -42,6 +42,8 @@ class Mirror:
         except (ValueError, ImportError) as error:
             problem = f"'{address}' is no address that can be used here ({error})"
             raise BadOption("coda bench", "out", problem) from error
+        self._made: set[str] = set()
+        """Folders that are there, where the place has such."""
         self._there: dict[str, tuple[int, int]] = {}
         """Size and time of each file as it was when it was last the same in both places."""
 
@@ -67,6 +69,10 @@ class Mirror:
         for name in sorted(here, key=lambda name: (_order(name), name)):
             state = _state(here[name])
             if self._there.get(name) != state:
+                folder = f"{self._root}/{name}".rpartition("/")[0]
+                if folder not in self._made:
+                    self._asked("makedirs", folder, True)
+                    self._made.add(folder)
                 self._asked("pipe_file", f"{self._root}/{name}", here[name].read_bytes())
                 self._there[name] = state
         for name in self._there.keys() - here.keys():

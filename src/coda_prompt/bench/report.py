@@ -97,7 +97,12 @@ def read_run(folder: Path) -> FinishedRun:
         _check_matrices(run)
         if not all(isinstance(value, float | int) for value in run.measures().values()):
             raise TypeError("a measure that is no number")
-        config["name"], config["implementation"], config["options"]
+        config["options"]
+        for name in ("name", "method", "implementation"):
+            if not isinstance(config[name], str):
+                raise TypeError(f"a {name} that is no text")
+        if not isinstance(seed, int):
+            raise TypeError("a seed that is no number")
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

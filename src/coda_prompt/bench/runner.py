@@ -280,9 +280,12 @@ def _restored(result: Result, found: Checkpoint) -> tuple[int, float]:
             np.array(held[name], dtype=float) for name in ("matrix", "own_classes")
         )
         result.losses[:] = [[float(loss) for loss in task] for task in held["losses"]]
-        if isinstance(held["seconds"], str) or isinstance(held["log"], str):
+        length, seconds = held["log"], held["seconds"]
+        if not isinstance(length, int) or not isinstance(seconds, int | float):
             raise TypeError
-        return int(held["log"]), float(held["seconds"])
+        if length < 0 or not seconds >= 0 or len(result.losses) != found.task:
+            raise ValueError
+        return length, float(seconds)
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise BrokenRun(CHECKPOINTS, "its notes are not those of a run") from error
 

@@ -15,14 +15,17 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 from rich.progress import TimeRemainingColumn
 from safetensors import SafetensorError
@@ -64,12 +67,15 @@ class Index:
         return digest.hexdigest()
 
     def valid(self, sizes: Sequence[int]) -> bool:
-        """Whether all it says is inside shards of these sizes."""
+        """Whether its names are names, and all it says is inside shards of these sizes."""
         arrays = (self.label, self.shard, self.offset, self.size)
         if any(array.shape != self.label.shape or array.ndim != 1 for array in arrays):
             return False
+        names = self.names
+        if not all(is_name(name) for name in names) or len(set(names)) < len(names):
+            return False
         if not len(self.label):
-            return True
+            return False
         if min(array.min() for array in arrays) < 0 or self.label.max() >= len(self.names):
             return False
         if self.shard.max() >= len(sizes):
@@ -93,7 +99,7 @@ class ShardSplit:
         shard = self.shards[self._index.shard[index]]
         first = int(self._index.offset[index])
         name = f"{shard} at byte {first}"
-        files, _ = url_to_fs(self.address)
+        files, _ = _opened(self.address)
         try:
             content = files.cat_file(shard, start=first, end=first + int(self._index.size[index]))
         except Exception as problem:  # disks and networks fail in many ways
@@ -138,15 +144,17 @@ def shard_part(address: str, part: str) -> tuple[ShardSplit, tuple[str, ...]]:
 def _part(place: str, part: str) -> tuple[list[str], Index]:
     """The shards of a part, and its index: as it was kept, or made and kept."""
     try:
-        files, root = url_to_fs(place)
-        shards = sorted(str(path) for path in files.glob(f"{root.rstrip('/')}/{part}-*.tar"))
+        files, root = _opened(place)
+        listed = sorted(str(path) for path in files.ls(root, detail=False))
+        shards = [path for path in listed if fnmatch(path.rpartition("/")[2], f"{part}-*.tar")]
         sizes = [int(files.size(shard)) for shard in shards]
+        states = [str(files.ukey(shard)) for shard in shards]
     except Exception as problem:  # disks and networks fail in many ways
         raise MissingData(place, f"it cannot be read ({problem})", WANTED) from problem
     if not shards:
         raise MissingData(place, f"there is no {part}-*.tar", WANTED)
     names = [os.path.basename(shard) for shard in shards]
-    made_of = json.dumps(list(zip(names, sizes, strict=True)))
+    made_of = json.dumps(list(zip(names, sizes, states, strict=True)))
     homes = _homes(place, part)
     for home in homes:
         kept = _kept(home, made_of)
@@ -161,6 +169,14 @@ def _part(place: str, part: str) -> tuple[list[str], Index]:
         except OSError:  # a place for reading only: the next one
             continue
     return shards, index
+
+
+def _opened(place: str) -> tuple[Any, str]:
+    """The files of a place, and what it is called among them."""
+    if "://" in place:
+        found: tuple[Any, str] = url_to_fs(place)
+        return found
+    return LocalFileSystem(), place
 
 
 def _homes(place: str, part: str) -> list[Path]:
@@ -220,28 +236,43 @@ def _made(files: Any, shards: Sequence[str], part: str) -> Index:
 
 def _entries(files: Any, shard: str) -> Iterator[tuple[str, str, int, int]]:
     """Key, label, first byte and size of each image."""
-    images: dict[str, tuple[int, int]] = {}
+    images: dict[str, list[tarfile.TarInfo]] = {}
+    notes: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, str] = {}
     try:
         with files.open(shard, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
             for member in archive:
-                folder, _, base = member.name.rpartition("/")
-                stem, _, ending = base.partition(".")
-                if not member.isreg() or not stem:
+                key, ending = _parted(member.name)
+                if not member.isreg() or not key:
                     continue
-                key = f"{folder}/{stem}" if folder else stem
-                ending = ending.lower()
                 if f".{ending.rpartition('.')[2]}" in SUFFIXES:
-                    images[key] = (member.offset_data, member.size)
+                    images.setdefault(key, []).append(member)
                 elif ending in ("cls", "json"):
-                    labels[key] = _label(archive, member, shard)
+                    notes[key] = member
+            raw.seek(archive.offset)
+            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise CorruptFile(shard, "is damaged or cut off")
+            for key in images.keys() & notes.keys():
+                labels[key] = _label(archive, notes[key], shard)
     except (tarfile.TarError, EOFError, OSError) as problem:
         raise CorruptFile(shard, f"cannot be read as a tar file ({problem})") from problem
-    for key, (offset, size) in images.items():
-        label = labels.get(key) or key.rpartition("/")[0].rpartition("/")[2]
-        if not is_name(label):
-            raise CorruptFile(shard, f"does not say what '{key}' is: {WANTED}")
-        yield key, label, offset, size
+    for key, members in images.items():
+        if labels.get(key) and len(members) > 1:
+            raise CorruptFile(shard, f"has several images of '{key}', and one label")
+        for member in members:
+            folder = member.name.rpartition("/")[0].rpartition("/")[2]
+            label = labels.get(key) or folder
+            if not is_name(label) or label in (".", ".."):
+                raise CorruptFile(shard, f"does not say what '{key}' is")
+            name = key if labels.get(key) else member.name
+            yield name, label, member.offset_data, member.size
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """A member's key, up to the first dot of its file's name, and the rest in small letters."""
+    folder, _, base = name.removeprefix("./").rpartition("/")
+    stem, _, ending = base.partition(".")
+    return (f"{folder}/{stem}" if folder and stem else stem), ending.lower()
 
 
 def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, shard: str) -> str:
@@ -253,15 +284,16 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, shard: str) -> str
         if member.name.lower().endswith(".json"):
             told = json.loads(text)
             fields = [field for field in ("label", "cls", "class") if field in told]
-            return str(told[fields[0]]) if fields else ""
-        return text
+            label = told[fields[0]] if fields else None
+            text = str(label) if isinstance(label, str | int) and label is not True else ""
+        return str(int(text)) if _is_number(text) else text
     except (ValueError, TypeError, RecursionError) as problem:
         raise CorruptFile(shard, f"'{member.name}' in it is not a label") from problem
 
 
 def _class_names(place: str, texts: set[str]) -> tuple[list[str], tuple[str, ...]]:
     """All labels in the order of their rows, and what they are called."""
-    numbers = all(text.isascii() and text.isdigit() for text in texts)
+    numbers = all(_is_number(text) for text in texts)
     told = _listed(place) if numbers else None
     if told is not None:
         if unknown := [text for text in texts if int(text) >= len(told)]:
@@ -272,13 +304,17 @@ def _class_names(place: str, texts: set[str]) -> tuple[list[str], tuple[str, ...
     return ordered, tuple(ordered)
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def _listed(place: str) -> tuple[str, ...] | None:
-    files, root = url_to_fs(place)
+    files, root = _opened(place)
     path = f"{root.rstrip('/')}/{CLASSES}"
     try:
         if not files.exists(path):
             return None
-        names = tuple(line for line in files.cat_file(path).decode().splitlines() if line)
+        names = tuple(files.cat_file(path).decode("utf-8-sig").rstrip().splitlines())
     except Exception as problem:  # disks and networks fail in many ways
         raise CorruptFile(f"{place}/{CLASSES}", f"cannot be read ({problem})") from problem
     if not names or not all(is_name(name) for name in names):
@@ -292,20 +328,26 @@ def _listed(place: str) -> tuple[str, ...] | None:
 def write_shards(folder: str, out: Path, megabytes: int) -> list[Path]:
     """Class folders, or train/ and test/ of them, as shards; files go in as they are."""
     source = folder_source(folder)
-    if any(out.glob("*.tar")):
-        raise BadOption("coda shards", "out", f"{out} has shards already; name an empty folder")
-    out.mkdir(parents=True, exist_ok=True)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadOption("coda shards", "out", f"{out} is not empty; name another folder")
+    making = out.with_name(f".{out.name}.making")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
     written = []
     with Bar(messages(), TimeRemainingColumn()) as bar:
         for part, split in zip(PARTS, (source.train, source.test), strict=True):
             assert isinstance(split, FileSplit)
             line = bar.bar.add_task(f"writing {part}", total=len(split))
             for number, (done, content) in enumerate(_tars(split, megabytes << 20)):
-                path = out / f"{part}-{number:06}.tar"
+                path = making / f"{part}-{number:06}.tar"
                 write_atomically(path, content)
-                written.append(path)
+                written.append(out / path.name)
                 bar.bar.update(line, completed=done)
-    write_atomically(out / CLASSES, "".join(f"{name}\n" for name in source.class_names).encode())
+    names = "".join(f"{name}\n" for name in source.class_names).encode()
+    write_atomically(making / CLASSES, names)
+    if out.exists():
+        out.rmdir()
+    making.replace(out)
     return written
 
 

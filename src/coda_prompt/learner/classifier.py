@@ -27,6 +27,7 @@ from coda_prompt.errors import (
     ModelChanged,
     NothingToUndo,
     NotTaught,
+    UnfinishedLesson,
     WrongBackbone,
 )
 from coda_prompt.files import as_json
@@ -101,6 +102,8 @@ class ContinualClassifier:
         """As it was read or written, where nothing has changed since."""
         self._previous: store.Model | Path | None = None
         """Before the newest task; a folder: to be read there when it is needed."""
+        self._kept: Keeper | None = None
+        """A training that is on disk until what it learned is saved."""
         self._home: tuple[Path, str | None] | None = None
         """The folder it was read from or saved to, and the hash of the model there."""
 
@@ -157,7 +160,7 @@ class ContinualClassifier:
         to measure and to calibrate. `watch` are labelled images of classes known before, tested
         before and after: what the task made the model forget. `epochs` and `queries` are for this
         task alone. `progress` is a folder in which the training is kept: the same call goes on
-        where one was stopped, by `stop` or by force, and removes it in the end.
+        where one was stopped, by `stop` or by force, and `save` removes it.
 
         Where this fails or is interrupted, the classifier is as it was.
         """
@@ -188,6 +191,9 @@ class ContinualClassifier:
                 first = self._fabric.global_rank == 0
                 stop = agreed(self._fabric, stop)
                 keeper = Keeper(progress, identity, writes=first, stop=stop)
+                held = keeper.other and keeper.other.identity
+                if isinstance(held, dict) and held.get("tasks") == identity["tasks"]:
+                    raise UnfinishedLesson(progress)
             self._engine(on_event, training).learn(self._method, task, keeper=keeper)
             record = self._record(images, new, len(task.test))
             self._tasks = [*records, record]
@@ -199,8 +205,7 @@ class ContinualClassifier:
             before.restore()
             self._tasks = records
             raise
-        if keeper is not None:
-            keeper.remove()
+        self._kept = keeper
         self._current, self._previous = None, previous
         return Learned(
             tuple(record.new),
@@ -318,6 +323,9 @@ class ContinualClassifier:
         model = self._model()
         store.write_model(folder, model, self._past())
         self._current, self._home = model, (folder.resolve(), store.digest_on_disk(folder))
+        if self._kept is not None:
+            self._kept.remove()
+            self._kept = None
 
     @classmethod
     def load(

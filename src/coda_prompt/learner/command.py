@@ -106,11 +106,12 @@ def learn(
             )
         if first:
             classifier.write(model)
-            store.end_lesson(model)
-    if as_json:
-        print_json(dataclasses.asdict(learned))
-    else:
-        _show_learned(learned, classifier, model)
+            if as_json:
+                print_json(dataclasses.asdict(learned))
+            else:
+                _show_learned(learned, classifier, model)
+            sys.stdout.flush()
+            store.end_lesson(model)  # from here on the same command is another lesson
 
 
 def predict(

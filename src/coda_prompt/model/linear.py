@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 _PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -22,14 +23,14 @@ class Linear(nn.Linear):
 
     def with_gelu(self, inputs: Tensor) -> Tensor:
         """GELU of the product."""
-        if torch.is_grad_enabled() or not _takes(inputs, self.weight):
+        if torch.is_grad_enabled() or not _takes(inputs, self.weight, self.bias):
             return F.gelu(self(inputs))
         return _PRODUCT(inputs, self.weight, self.bias, "gelu", [], "none")
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """As `F.linear`."""
-    if not _takes(inputs, weight):
+    if not _takes(inputs, weight, bias):
         return F.linear(inputs, weight, bias)
     return _Product.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
 
@@ -39,17 +40,23 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.weight = weight
+        ctx.save_for_backward(weight)
         return _PRODUCT(inputs, weight, bias, "none", [], "")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _PRODUCT(gradient, ctx.weight.t(), None, "none", [], ""), None, None
+        (weight,) = ctx.saved_tensors
+        return _PRODUCT(gradient, weight.t(), None, "none", [], ""), None, None
 
 
-def _takes(inputs: Tensor, weight: Tensor) -> bool:
+def _takes(inputs: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return (
         _PRODUCT is not None
+        and inputs.shape[-1:] == weight.shape[1:]
+        and not bias.requires_grad
+        and torch._C._get_tracing_state() is None
+        and not torch._C._are_functorch_transforms_active()
         and inputs.device.type == "cpu"
         and inputs.dtype == weight.dtype == torch.float32
         and not weight.requires_grad

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +35,7 @@ from coda_prompt.serve.uploads import (
     MOST_TO_PREDICT,
     Example,
     Refused,
+    check_pixels,
     checked_label,
     from_base64,
     from_zip,
@@ -42,6 +43,8 @@ from coda_prompt.serve.uploads import (
 
 log = logging.getLogger(__name__)
 
+SECONDS_BETWEEN_PARTS = 20.0
+"""That a caller may take between two parts of a request."""
 SECONDS = 30.0
 """After which a request for predictions is given up."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -118,7 +121,7 @@ class Problem(BaseModel):
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "content": {"application/problem+json": {}}}
-    for status in (400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 504)
+    for status in (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 504)
 }
 FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
 
@@ -204,13 +207,19 @@ def _add_predicting(app: FastAPI, service: Service, metrics: Metrics, seconds: f
     ) -> dict[str, Any]:
         """The classes of one or many images, likeliest first."""
         contents = await _images(request)
-        views = await asyncio.gather(
-            *(asyncio.to_thread(service.view, content, name) for name, content in contents)
-        )
-        try:
-            answers = await asyncio.wait_for(service.predict(views), seconds)
-        except asyncio.TimeoutError:
-            raise Refused(504, f"There was no answer within {seconds:g} seconds.") from None
+
+        async def answered() -> list[Answer]:
+            await asyncio.to_thread(check_pixels, contents)
+            views = await asyncio.gather(
+                *(asyncio.to_thread(service.view, content, name) for name, content in contents)
+            )
+            return await service.predict(views)
+
+        with service.batcher.admitted(len(contents)):
+            try:
+                answers = await asyncio.wait_for(answered(), seconds)
+            except asyncio.TimeoutError:
+                raise Refused(504, f"There was no answer within {seconds:g} seconds.") from None
         metrics.images.inc(len(answers))
         told = [_prediction(answer, top, unknown_below) for answer in answers]
         return {"version": answers[0].version.name, "predictions": told}
@@ -341,7 +350,10 @@ async def _lessons(request: Request) -> list[Example]:
             (archive,) = _files(form, "archive")[:1]
             return await asyncio.to_thread(from_zip, await archive.read())
         files = _files(form, "images")
-        labels = [checked_label(str(label)) for label in form.getlist("labels")]
+        given = form.getlist("labels")
+        if not all(isinstance(label, str) for label in given):
+            raise Refused(422, "Labels are fields of text, not files.")
+        labels = [checked_label(str(label)) for label in given]
         if len(labels) == 1:
             labels *= len(files)
         if len(labels) != len(files):
@@ -360,7 +372,7 @@ def _is_json(request: Request) -> bool:
 
 async def _json(request: Request) -> Any:
     try:
-        return json.loads(await request.body())
+        return await asyncio.to_thread(json.loads, await request.body())
     except (ValueError, RecursionError) as error:
         raise Refused(400, "The body is not JSON.") from error
 
@@ -425,11 +437,17 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1")
                    for name, value in scope["headers"]}  # fmt: skip
-        started, status, read, begun = time.perf_counter(), 500, 0, False
+        started, status, read, begun, whole = time.perf_counter(), 500, 0, False, False
 
         async def counted() -> Any:
-            nonlocal read
-            message = await receive()
+            nonlocal read, whole
+            if whole:  # what follows is when the caller leaves, in its own time
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), SECONDS_BETWEEN_PARTS)
+            except asyncio.TimeoutError:
+                raise Refused(408, "The rest of the request did not come.") from None
+            whole = not message.get("more_body", False)
             read += len(message.get("body", b""))
             if read > MOST_IN_A_REQUEST:
                 raise Refused(413, f"More than {MOST_IN_A_REQUEST:,} bytes are not taken.")
@@ -455,19 +473,19 @@ class Guard:
             self.metrics.seconds.labels(path).observe(time.perf_counter() - started)
 
     def _check(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> None:
-        host = urlsplit(f"//{headers.get('host', '')}")
-        if self.door.hosts is not None and _hostname(host) not in self.door.hosts:
+        host = _split(f"//{headers.get('host', '')}")
+        if self.door.hosts is not None and host.hostname not in self.door.hosts:
             raise Refused(403, "This service answers under its own address only.")
         origin = headers.get("origin")
         changes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
-        if changes and origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if changes and origin is not None and _split(origin).netloc != headers.get("host"):
             raise Refused(403, "Pages of other sites may not change anything here.")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MOST_IN_A_REQUEST:
             raise Refused(413, f"More than {MOST_IN_A_REQUEST:,} bytes are not taken.")
         if self.door.token is not None and scope["path"].startswith(("/v1", "/metrics")):
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.door.token.encode()):
+            given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+            if not hmac.compare_digest(given, self.door.token.encode()):
                 raise Refused(401, "Give the service's token: 'Authorization: Bearer TOKEN'.")
 
 
@@ -478,12 +496,13 @@ SAFE_HEADERS = (
 )
 
 
-def _hostname(host: Any) -> str | None:
+def _split(address: str) -> SplitResult:
     try:
-        name: str | None = host.hostname
+        found = urlsplit(address)
+        _ = found.hostname  # it, too, may find the address wrong
     except ValueError:
-        return None
-    return name
+        raise Refused(403, "The address of the request is none.") from None
+    return found
 
 
 # -- problems
@@ -499,7 +518,8 @@ def _handle_problems(app: FastAPI) -> None:
         busy = isinstance(error, NothingToUndo | ModelBusy)
         bad = isinstance(error, BadImage | BadImages)
         status = 409 if busy else 422 if bad else 503
-        return _problem(status, str(error))
+        nothing = "There is no earlier version to go back to."
+        return _problem(status, nothing if isinstance(error, NothingToUndo) else str(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -519,8 +539,9 @@ def _problem(
     status: int, detail: str, retry: int | None = None, headers: Any = None
 ) -> JSONResponse:
     titles = {400: "Bad request", 401: "No token", 403: "Forbidden", 404: "Not found",
-              409: "Busy", 413: "Too large", 415: "Unknown format", 422: "Cannot be used",
-              429: "Too many", 503: "Unavailable", 504: "Too slow"}  # fmt: skip
+              408: "Too slow", 409: "Busy", 413: "Too large", 415: "Unknown format",
+              422: "Cannot be used", 429: "Too many",
+              503: "Unavailable", 504: "Too slow"}  # fmt: skip
     sent = dict(headers or {})
     if retry is not None:
         sent["Retry-After"] = str(retry)

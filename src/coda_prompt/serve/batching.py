@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -39,20 +39,26 @@ class Batcher(Generic[Question, Answer]):
         self._thread = ThreadPoolExecutor(1, "passes")
         self._loop: asyncio.Task[None] | None = None
 
-    async def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        if self.waiting + len(questions) > self.limit:
+    @contextlib.contextmanager
+    def admitted(self, count: int) -> Iterator[None]:
+        """So many questions come, and are waited for from here on."""
+        if self.waiting + count > self.limit:
             raise Refused(429, "Too many images are waiting. Try again in a second.", retry=1)
+        self.waiting += count
+        try:
+            yield
+        finally:
+            self.waiting -= count
+
+    async def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """Of one who was admitted."""
         if self._loop is None:
             self._loop = asyncio.create_task(self._serve())
         asked: _Asked[Question, Answer] = _Asked(
             questions, asyncio.get_running_loop().create_future()
         )
-        self.waiting += len(questions)
         self._queue.put_nowait(asked)
-        try:
-            return await asked.answers
-        finally:
-            self.waiting -= len(questions)
+        return await asked.answers
 
     async def close(self) -> None:
         """What was asked is answered first."""

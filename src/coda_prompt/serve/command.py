@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import resources
@@ -14,6 +16,8 @@ from coda_prompt.console import messages, say
 from coda_prompt.errors import BadOption, MissingExtra
 
 SHORTEST_TOKEN = 8
+MOST_CALLERS = 500
+"""Connections at a time; more are told to come later."""
 DEMO = "demo-model"
 
 
@@ -38,7 +42,11 @@ def serve(
         app = make_app(Service(folder, batching=batching, device=device), door)
         name = f"[{host}]" if ":" in host else host
         say(messages(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)")
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
+        config = uvicorn.Config(
+            app, log_level="warning", timeout_graceful_shutdown=30, limit_concurrency=MOST_CALLERS
+        )
+        # uvicorn ends by giving itself the signal again, which would leave the demo's copy behind.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from PIL import Image
+
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import BadImage, BadImages, CodaError
 from coda_prompt.learner import store
@@ -90,24 +92,39 @@ def watched(classifier: ContinualClassifier) -> list[tuple[Any, str]] | None:
     return pairs or None
 
 
-def learn(model: Path, examples: list[Example]) -> None:
-    images, bad = [], []
-    for number, example in enumerate(examples, 1):
+class Lesson:
+    """A dataset of images as they were sent: each is decoded when it is looked at."""
+
+    def __init__(self, examples: list[Example]) -> None:
+        self.examples = examples
+        self.targets = [example.label for example in examples]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, place: int) -> tuple[Image.Image, str]:
+        example = self.examples[place]
+        return image_of(example.content, f"image {place + 1} ({example.label})"), example.label
+
+
+def check(lesson: Lesson) -> None:
+    bad = []
+    for place in range(len(lesson)):
         try:
-            images.append(image_of(example.content, f"image {number} ({example.label})"))
+            lesson[place]
         except BadImage as problem:
             bad.append(problem)
     if bad:
         raise BadImages(bad)
+
+
+def learn(model: Path, examples: list[Example]) -> None:
+    lesson = Lesson(examples)
+    check(lesson)
     with store.writing(model):
         classifier = ContinualClassifier.load(model)
         watch = watched(classifier)
-        learned = classifier.learn(
-            images,
-            [example.label for example in examples],
-            watch=watch,
-            on_event=Progress().on_event,
-        )
+        learned = classifier.learn(lesson, watch=watch, on_event=Progress().on_event)
         tell("progress", stage="saving", share=1.0, seconds_left=0.0)
         classifier.write(model)
     kept = learned.forgotten

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class Job:
     reason: str | None = None
     learned: dict[str, Any] | None = None
     version: str | None = None
+    began: float = field(default_factory=time.time)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def told(self) -> dict[str, Any]:
@@ -189,11 +191,13 @@ class Service:
                 process.kill()
                 await process.wait()
         words = (await errors).decode("utf-8", "replace").strip()
-        if code != 0 or learned is None:
+        if (code != 0 or learned is None) and await asyncio.to_thread(self._is_current):
             last = words.splitlines()[-1][:LAST_WORDS] if words else f"exit code {code}"
             job.change(state="failed", reason=reason or f"The learning process died ({last}).")
             return
         self.current = await asyncio.to_thread(self._read)
+        if learned is None:  # it died after the lesson had been saved
+            learned = {**self.current.classifier.tasks_[-1], "seconds": time.time() - job.began}
         job.change(state="done", stage="done", share=1.0, seconds_left=0.0,
                    learned=learned, version=self.current.name)  # fmt: skip
 
@@ -204,6 +208,11 @@ class Service:
         digest = store.digest_on_disk(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))
+
+    def _is_current(self) -> bool:
+        """Whether the model on disk is the one that answers."""
+        digest = store.digest_on_disk(self.folder) or ""
+        return self.current.name.endswith(f"-{digest[:8]}")
 
     def _undo(self) -> None:
         with store.writing(self.folder):

@@ -19,8 +19,8 @@ from coda_prompt.errors import BadImage, CodaError
 MOST_IN_A_REQUEST = 64 * 2**20
 """Bytes of a request's body."""
 MOST_TO_PREDICT, MOST_TO_LEARN = 64, 5_000
-MOST_PIXELS = 25_000_000
-"""Of an image: less than the command line takes, since a service has many at a time."""
+MOST_PIXELS, MOST_PIXELS_IN_A_REQUEST = 25_000_000, 200_000_000
+"""Of an image, and of all to be predicted together: they are decoded at the same time."""
 MOST_ENTRIES, MOST_UNPACKED = 10_000, 256 * 2**20
 LONGEST_NAME = 100
 
@@ -41,16 +41,29 @@ class Example:
 
 def image_of(content: bytes, name: str, shortest: int | None = None) -> Image.Image:
     """The decoded image; its size is known, and refused, before its pixels are there."""
+    _pixels(content, name)
+    return read_image(content, name, shortest)
+
+
+def check_pixels(contents: Iterable[tuple[str, bytes]]) -> None:
+    """Refuse names and contents that would be too much together."""
+    total = sum(_pixels(content, name) for name, content in contents)
+    if total > MOST_PIXELS_IN_A_REQUEST:
+        most = f"{MOST_PIXELS_IN_A_REQUEST:,}"
+        raise Refused(413, f"The images have {total:,} pixels together, more than {most}.")
+
+
+def _pixels(content: bytes, name: str) -> int:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as peeked:
-            pixels = peeked.width * peeked.height
+            pixels: int = peeked.width * peeked.height
     except Image.DecompressionBombError as error:
         raise BadImage(name, f"it has more than the {MOST_PIXELS:,} pixels taken here") from error
     except Exception as error:  # a decoder may raise anything on bytes of strangers
         raise BadImage(name, "it is not an image that can be read") from error
     if pixels > MOST_PIXELS:
         raise BadImage(name, f"{pixels:,} pixels are more than the {MOST_PIXELS:,} taken here")
-    return read_image(content, name, shortest)
+    return pixels
 
 
 def from_base64(text: str, name: str) -> bytes:
@@ -74,12 +87,16 @@ def from_zip(content: bytes) -> list[Example]:
     """The images of a zip of class folders; a name in it is a class's, never a place on disk."""
     examples: list[Example] = []
     unpacked = 0
+    if _entries_told(content) > MOST_ENTRIES:
+        raise Refused(413, f"The zip has more than {MOST_ENTRIES} entries.")
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             entries = archive.infolist()
             if len(entries) > MOST_ENTRIES:
                 raise Refused(413, f"The zip has {len(entries)} entries, more than {MOST_ENTRIES}.")
             for entry in _images(entries):
+                if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise Refused(422, "The zip is not compressed in the usual way (deflate).")
                 unpacked += entry.file_size
                 if unpacked > MOST_UNPACKED:
                     raise Refused(413, f"The zip unpacks to more than {MOST_UNPACKED:,} bytes.")
@@ -97,6 +114,12 @@ def from_zip(content: bytes) -> list[Example]:
     if not examples:
         raise Refused(422, "The zip has no image in a folder named like its class.")
     return examples
+
+
+def _entries_told(content: bytes) -> int:
+    """What the record at the zip's end says, before its entries are read; large zips say 65,535."""
+    start = content.rfind(b"PK\x05\x06")
+    return int.from_bytes(content[start + 10 : start + 12], "little") if start >= 0 else 0
 
 
 def _images(entries: Iterable[zipfile.ZipInfo]) -> Iterable[zipfile.ZipInfo]:

@@ -5,8 +5,13 @@ Every process runs the same command; the first one alone writes files and speaks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +22,8 @@ from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,8 +32,63 @@ from coda_prompt.methods import Method
 
 Strategy = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
+PARENT = "CODA_PARENT"
+PATIENCE = 10.0
+"""Seconds a process has to notice that another one is gone."""
 PROBLEM = "coda-problem"
 """Where a process that fails leaves the reason for the one that speaks."""
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Starts the other processes of this machine, which end with this one.
+
+    Fabric's own kills this process as soon as it sees another fail, before it can say why.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            threading.Thread(target=self._watch, args=(os.getpid(),), daemon=True).start()
+            atexit.register(self._end)
+        elif PARENT in os.environ:
+            _end_with(int(os.environ[PARENT]))
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        os.environ[PARENT] = str(os.getpid())
+        super()._call_children_scripts()
+        del os.environ[PARENT]
+
+    def _watch(self, parent: int) -> None:
+        """A process that fails leaves its reason; one that dies leaves none. Both end all."""
+        while True:
+            time.sleep(1)
+            codes = [process.poll() for process in self.procs]
+            if any(codes):
+                time.sleep(PATIENCE)  # this one may notice by itself, and say it better
+                reason = str(LostProcess(_told()))
+                print(f"coda: {reason}", file=sys.stderr, flush=True)  # noqa: T201
+                self._end()
+                os._exit(CodaError.exit_code)
+
+    def _end(self) -> None:
+        for process in self.procs:
+            process.kill()
+
+
+def _end_with(parent: int) -> None:
+    """A process that was started for another one does not outlive it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(CodaError.exit_code)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Replicated(DDPStrategy):
@@ -37,6 +99,10 @@ class Replicated(DDPStrategy):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(broadcast_buffers=False, **settings)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def place(self, method: Method) -> None:
         """Once the method is on its device."""
@@ -122,7 +188,11 @@ class Devices:
         if not isinstance(fabric.strategy, Replicated):
             yield fabric
             return
-        fabric.launch()
+        try:
+            with _quiet():
+                fabric.launch()
+        except ValueError as error:  # what Slurm says of itself does not fit
+            raise BadOption("the training", "devices", str(error)) from error
         with contextlib.ExitStack() as stack:
             if fabric.global_rank:
                 silence = stack.enter_context(open(os.devnull, "w"))
@@ -170,9 +240,23 @@ def _started_outside() -> tuple[int, int] | None:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         return here, int(os.environ["WORLD_SIZE"]) // here
     if "SLURM_STEP_ID" in os.environ and SLURMEnvironment.detect():  # by srun
-        nodes = int(os.environ.get("SLURM_NNODES", "1"))
-        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+        tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
+        if tasks % nodes:
+            problem = f"Slurm started {tasks} processes on {nodes} nodes; start as many on each"
+            raise BadOption("the training", "devices", problem)
+        return tasks // nodes, nodes
     return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Fabric's words at the start."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _of_a_lost_process(error: RuntimeError) -> bool:
@@ -185,5 +269,7 @@ def _store() -> Any:
 
 def _told() -> str:
     """What the process that failed left to say."""
+    if not distributed.is_initialized():
+        return ""
     store = _store()
     return store.get(PROBLEM).decode() if store.check([PROBLEM]) else ""

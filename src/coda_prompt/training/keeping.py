@@ -11,6 +11,7 @@ epoch and image.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -39,7 +40,11 @@ KEPT = 2
 CHECKPOINT = "checkpoint-{:06}.json"
 LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
 FILE_NAME = r"^(learned|training)-[0-9]{6,12}\.safetensors$"
-CHECKPOINT_NAME = re.compile(r"checkpoint-([0-9]{6,9})\.json")
+CHECKPOINT_NAME = re.compile(r"checkpoint-([0-9]{6,8})\.json")
+OWN_NAME = re.compile(
+    r"\.?(checkpoint-[0-9]{6,9}\.json|(learned|training)-[0-9]{6,12}\.safetensors)(\.[0-9]+\.tmp)?"
+)
+"""Of its files, and of those that are being written."""
 
 
 class KeptFile(FileFields):
@@ -98,8 +103,12 @@ class Keeper:
 
         Of several processes of a training, one `writes`; all go on from what it wrote.
         """
+        if folder.is_symlink():
+            raise CorruptFile(folder, "is a link to elsewhere", "Remove it.")
         self.folder, self.identity, self.every = folder, identity, every
         self.writes = writes
+        self.other: Checkpoint | None = None
+        """The newest whole one, where it is of another training."""
         self._stop, self._notes, self._kept = stop, notes, kept
         self._learned: list[KeptFile] = []
         self._prefixes: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -140,7 +149,7 @@ class Keeper:
         state = optimizer.state_dict()
         for number, (name, parameter) in enumerate(parameters.items()):
             kept = tensors.pop(f"parameter.{name}", None)
-            if kept is None or kept.shape != parameter.shape:
+            if kept is None or not _like(kept, parameter):
                 problem = f"it does not fit the parameter '{name}'"
                 raise CorruptFile(self.folder / found.training.name, problem)
             parameter.data.copy_(kept)
@@ -148,6 +157,9 @@ class Keeper:
             own = {
                 key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)
             }
+            if own and not _of_adam(own, parameter):
+                problem = f"its optimizer does not fit the parameter '{name}'"
+                raise CorruptFile(self.folder / found.training.name, problem)
             if own:
                 state["state"][number] = own
         optimizer.load_state_dict(state)
@@ -198,7 +210,7 @@ class Keeper:
             return
         for path in self._own_files():
             path.unlink(missing_ok=True)
-        if self.folder.exists():
+        with contextlib.suppress(OSError):  # others may have put something there
             self.folder.rmdir()
 
     def _keep_training(
@@ -284,6 +296,7 @@ class Keeper:
             if problem is None and isinstance(held, Checkpoint):
                 if held.identity == self.identity:
                     return held
+                self.other = self.other or held
                 problem = "it is of another training"
             log.warning("%s cannot be used (%s): an earlier one counts, if any", path, problem)
         return None
@@ -320,8 +333,22 @@ class Keeper:
         return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=_number)
 
     def _own_files(self) -> list[Path]:
-        kinds = ("checkpoint-*.json", "learned-*.safetensors", "training-*.safetensors", ".*.tmp")
-        return [path for kind in kinds for path in self.folder.glob(kind)]
+        return [path for path in self.folder.glob("*") if OWN_NAME.fullmatch(path.name)]
+
+
+def _of_adam(own: Mapping[str, Tensor], parameter: Tensor) -> bool:
+    """Whether this is what Adam keeps of a parameter."""
+    if own.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+        return False
+    step = own["step"]
+    if step.shape != () or not step.is_floating_point() or not bool(step >= 0):
+        return False
+    return all(_like(own[name], parameter) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def _like(kept: Tensor, parameter: Tensor) -> bool:
+    same = kept.shape == parameter.shape and kept.dtype == parameter.dtype
+    return same and bool(kept.isfinite().all())
 
 
 def _number(path: Path) -> int:

@@ -252,7 +252,7 @@ async function follow(number) {
   const text = new TextDecoder();
   let held = "", job = null;
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(() => ({ done: true }));
     if (done) break;
     held += text.decode(value, { stream: true });
     const parts = held.split("\n\n");
