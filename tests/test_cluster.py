@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import ENVIRONMENT, PLAIN, run, started, wait_for_checkpoint
+from small import coda
 from test_keeping import comparable, micro
 
 
@@ -88,3 +89,14 @@ def test_runs_behind_an_address(
     assert not list(there.rglob("checkpoint-*"))
     assert (there / "runs" / "tiny" / "benchmark.json").exists()
     assert list(there.rglob("accuracy.png"))
+
+
+def test_addresses_that_cannot_be(tiny: Path, tmp_path: Path) -> None:
+    for more, words in (
+        (("--executor", "ray", "--address", "127.0.0.1:1"), "nothing answers"),
+        (("--out", "memory://x", "--jobs", "2"), "memory is not shared"),
+        (("--out", "no-such-protocol://x"), "no address that can be used"),
+    ):
+        finished = coda("bench", *micro(tiny, tmp_path), *more)
+        assert finished.returncode == 2, finished.stderr
+        assert words in finished.stderr

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small import AUGMENTED_VIEWS, coda, patterns, started_coda, tiny_vit
 
 from coda_prompt import methods
@@ -198,6 +199,51 @@ def test_paths_in_a_checkpoint_cannot_leave_the_folder(tmp_path: Path) -> None:
         text = path.read_text().replace("training-", "../training-")
         path.write_text(text)
     assert Keeper(tmp_path, {"name": "coda-p"}).found is None
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    stopped(tmp_path, "coda-p", 7)
+    others = [tmp_path / name for name in (".DS_Store", "training-of-mine.safetensors", ".a.tmp")]
+    for path in others:
+        path.touch()
+    keeper = Keeper(tmp_path, {"name": "coda-p"})
+    keeper.remove()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path / "mine", "coda-p", 7)
+    held = sorted((tmp_path / "mine").iterdir())
+    (tmp_path / "linked").symlink_to(tmp_path / "mine")
+    with pytest.raises(CorruptFile, match="link to elsewhere"):
+        kept_run(tmp_path / "linked", "coda-p")
+    assert sorted((tmp_path / "mine").iterdir()) == held
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "whole", "nan"])
+def test_an_optimizer_that_cannot_be_is_refused(how: str, tmp_path: Path) -> None:
+    """With all hashes right, as a stranger would make it."""
+    stopped(tmp_path, "coda-p", 7)
+    path = newest(tmp_path, "training")
+    tensors = load_file(path)
+    if how == "gone":
+        del tensors["optimizer.0.exp_avg"]
+    elif how == "cut":
+        tensors["optimizer.0.exp_avg"] = tensors["optimizer.0.exp_avg"][:1].clone()
+    elif how == "whole":
+        tensors["optimizer.0.exp_avg"] = tensors["optimizer.0.exp_avg"].long()
+    else:
+        tensors["optimizer.0.exp_avg_sq"].fill_(torch.nan)
+    save_file(tensors, path)
+    checkpoint = newest(tmp_path, "checkpoint")
+    content = json.loads(json.loads(checkpoint.read_text())["content"])
+    content["training"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    content["training"]["size"] = path.stat().st_size
+    text = json.dumps(content)
+    whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
+    checkpoint.write_text(json.dumps(whole))
+    with pytest.raises(CorruptFile, match="optimizer does not fit"):
+        kept_run(tmp_path, "coda-p")
 
 
 # -- runs of a benchmark

@@ -82,3 +82,29 @@ def test_all_else_is_left_to_torch(calls: list[str]) -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         frozen()(inputs)
     assert calls == []
+
+
+def test_what_must_not_go_that_way(calls: list[str]) -> None:
+    inputs = torch.randn(3, 24)
+    layer = frozen()
+    layer.bias.requires_grad_(True)
+    layer(inputs).sum().backward()
+    assert layer.bias.grad is not None, "a bias that trains"
+    other = frozen()
+    gradient = torch.func.grad(lambda x: other(x).square().sum())(inputs)
+    assert_close(gradient, 2 * F.linear(inputs, other.weight, other.bias) @ other.weight)
+    assert calls == []
+    with pytest.raises(RuntimeError, match="shapes"):
+        other(torch.randn(3, 7))
+
+
+def test_mistakes_are_those_torch_finds(calls: list[str]) -> None:
+    layer, inputs = frozen(), torch.randn(3, 24, requires_grad=True)
+    product = layer(inputs)
+    layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    first = torch.autograd.grad(frozen()(inputs).square().sum(), inputs, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    assert set(calls) == {"none"}

@@ -31,6 +31,7 @@ from coda_prompt.errors import (
     ModelBusy,
     ModelChanged,
     NothingToUndo,
+    UnfinishedLesson,
 )
 from coda_prompt.learner import inputs, store
 from coda_prompt.learner.inputs import Labelled, MemorySplit, labelled
@@ -598,3 +599,26 @@ def test_a_learn_cut_off_while_saving_is_not_learned_twice(
     once_more = coda("learn", str(model), second)  # meant
     assert once_more.returncode == 0, once_more.stderr
     assert len(ContinualClassifier.load(model).tasks_) == 3
+
+
+def test_a_training_is_kept_until_its_model_is_saved(
+    drawing_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at the last moment; then the same lesson goes on, and no other one before it."""
+    classifier, progress = ContinualClassifier(method="coda-p"), tmp_path / "model" / ".progress"
+    lesson, other = drawing_folders / "task-1", drawing_folders / "task-2"
+    classifier.learn(lesson, epochs=1, progress=progress)
+    with monkeypatch.context() as full:
+        full.setattr(store, "write_model", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
+            classifier.save(tmp_path / "model")
+    assert list(progress.iterdir())
+    again = ContinualClassifier(method="coda-p")
+    with pytest.raises(UnfinishedLesson, match="Finish it with the command that began it"):
+        again.learn(other, epochs=1, progress=progress)
+    told: list[str] = []
+    again.learn(lesson, epochs=1, progress=progress, on_event=lambda event: told.append(event.kind))
+    assert "step" not in told, "nothing is trained again"
+    again.save(tmp_path / "model")
+    assert not progress.exists()
+    assert_same(again, classifier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -30,7 +31,8 @@ from small import coda
 from coda_prompt import ContinualClassifier
 from coda_prompt.learner import store
 from coda_prompt.serve import uploads
-from coda_prompt.serve.uploads import Refused, from_zip
+from coda_prompt.serve.learning import Lesson
+from coda_prompt.serve.uploads import Example, Refused, from_zip
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +308,39 @@ def test_what_was_asked_is_answered_before_the_end(model: Path) -> None:
     assert statuses == [200] * 6
 
 
+def test_a_lesson_that_was_saved_is_done_though_its_process_died(own: Path) -> None:
+    images, labels = drawings([9], 5)
+    with served(str(own)) as client:
+        before = store.digest_on_disk(own)
+        job = teach(client, images, labels)
+        while store.digest_on_disk(own) == before:
+            time.sleep(0.001)
+        for child in children_of(client.pid):  # type: ignore[attr-defined]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        job = ended(client, job)
+        assert job["state"] == "done"
+        assert job["learned"]["new"] == [NAMES[9]]
+        assert NAMES[9] in client.get("/v1/classes").json()["classes"]
+
+
+def test_the_copy_of_the_demo_model_is_gone_with_the_service(tmp_path: Path) -> None:
+    with served(TMPDIR=str(tmp_path)) as client:
+        assert client.get("/healthz").status_code == 200
+        assert list(tmp_path.glob("coda-demo-*"))
+    assert not list(tmp_path.glob("coda-demo-*"))
+
+
+def test_a_request_that_does_not_go_on_is_ended(model: Path) -> None:
+    soon = "import coda_prompt.serve.app as app; app.SECONDS_BETWEEN_PARTS = 0.5; "
+    with served(str(model), before=soon) as client:
+        address = (client.base_url.host, client.base_url.port)
+        with socket.create_connection(address, timeout=20) as half:
+            half.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n"
+                         b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
+            assert half.recv(12) == b"HTTP/1.1 408"
+
+
 # -- attacks
 
 
@@ -317,7 +352,7 @@ def bomb() -> bytes:
 
 def zipped(entries: dict[str, bytes], **how: Any) -> bytes:
     held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED, **how) as archive:
+    with zipfile.ZipFile(held, "w", **{"compression": zipfile.ZIP_DEFLATED, **how}) as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
     return held.getvalue()
@@ -435,6 +470,33 @@ def test_pages_of_other_sites_cannot_use_it(client: httpx.Client) -> None:
     mine = str(client.base_url).rstrip("/")
     assert client.post("/v1/predict", files=image, headers={"origin": mine}).status_code == 200
     problem(client.get("/v1/classes", headers={"host": "evil.example"}), 403)  # rebinding
+
+
+def test_addresses_that_are_none(client: httpx.Client) -> None:
+    for host in ("[", "a]b"):
+        problem(client.get("/healthz", headers={"host": host}), 403)
+    problem(client.post("/v1/undo", headers={"origin": "http://["}), 403)
+
+
+def test_much_from_little(client: httpx.Client) -> None:
+    """Images that are small as files and large together; archives nobody usually makes."""
+    held = io.BytesIO()
+    Image.new("1", (5000, 4900)).save(held, "PNG")
+    many = [("images", ("a.png", held.getvalue()))] * 9
+    assert "pixels together" in problem(client.post("/v1/predict", files=many), 413)
+    packed = zipped({"a/0.png": png(SOURCE.train.image(0))}, compression=zipfile.ZIP_LZMA)
+    sent = {"archive": ("a.zip", packed)}
+    assert "deflate" in problem(client.post("/v1/learn", files=sent), 422)
+    label = [("images", ("a.png", held.getvalue())), ("labels", ("b.txt", b"cat"))]
+    assert "fields of text" in problem(client.post("/v1/learn", files=label), 422)
+
+
+def test_a_lesson_is_decoded_image_by_image() -> None:
+    lesson = Lesson([Example("a", png(SOURCE.train.image(0)))] * 3)
+    first, again = lesson[0][0], lesson[0][0]
+    assert first is not again
+    assert first.tobytes() == again.tobytes()
+    assert lesson.targets == ["a"] * 3
 
 
 def test_a_token_is_asked_for_where_there_is_one(model: Path) -> None:

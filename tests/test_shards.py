@@ -241,3 +241,82 @@ def test_a_place_for_reading_only(packed: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.stdout.strip() == "36", found.stderr
     assert len(list((tmp_path / "cache" / "coda-prompt").iterdir())) == 2
+
+
+def both(folder: Path, files: dict[str, bytes]) -> None:
+    for part in ("train", "test"):
+        tar(folder / f"{part}-0.tar", files)
+
+
+def test_a_damaged_end_is_not_the_end(folder: Path, tmp_path: Path) -> None:
+    """Python's tarfile takes a bad or missing header for the end of the archive."""
+    image = an_image(folder)
+    files = {f"{name}/{place}.png": image for name in ("cat", "dog") for place in range(3)}
+    both(tmp_path, files)
+    whole = (tmp_path / "test-0.tar").read_bytes()
+    size = 512 + -(-len(image) // 512) * 512
+    flipped = bytearray(whole)
+    flipped[3 * size + 5] ^= 1  # in the header of the fourth
+    for damaged in (bytes(flipped), whole[: 2 * size], whole[: 2 * size + 100]):
+        (tmp_path / "test-0.tar").write_bytes(damaged)
+        with pytest.raises(CorruptFile, match="damaged or cut off"):
+            shard_source(str(tmp_path))
+
+
+def test_another_shard_of_the_same_size_is_noticed(folder: Path, tmp_path: Path) -> None:
+    image = an_image(folder)
+    both(tmp_path, {"0.png": image, "0.cls": b"cat", "1.png": image, "1.cls": b"dog"})
+    before = shard_source(str(tmp_path))
+    tar(
+        tmp_path / "train-0.tar", {"0.png": image, "0.cls": b"dog", "1.png": image, "1.cls": b"cat"}
+    )
+    after = shard_source(str(tmp_path))
+    assert before.train.labels.tolist() == [0, 1]
+    assert after.train.labels.tolist() == [1, 0]
+    assert after.fingerprint() != before.fingerprint()
+
+
+def test_names_and_labels_as_people_write_them(folder: Path, tmp_path: Path) -> None:
+    image = an_image(folder)
+    both(tmp_path, {f"cat/2021.{day}.png": image for day in ("01", "02")} | {"./dog/a.png": image,
+         "dog/a.jpg": image, "coco.json": b"[" * 70_000})  # fmt: skip
+    source = shard_source(str(tmp_path))
+    assert source.class_names == ("cat", "dog")
+    assert len(source.train) == 4
+    both(tmp_path, {"0.png": image, "0.cls": b"01", "1.png": image, "1.cls": b"1", "2.png": image,
+                    "2.cls": b"0"})  # fmt: skip
+    (tmp_path / "classes.txt").write_bytes(b"\xef\xbb\xbfcat\ndog\n")
+    source = shard_source(str(tmp_path))
+    assert source.class_names == ("cat", "dog")
+    assert source.train.labels.tolist() == [1, 1, 0]
+    (tmp_path / "classes.txt").write_text("\ncat\ndog\n")
+    with pytest.raises(CorruptFile, match="one class name a line"):
+        shard_source(str(tmp_path))
+    both(tmp_path, {"0.png": image, "0.jpg": image, "0.cls": b"1"})
+    with pytest.raises(CorruptFile, match="several images of '0'"):
+        shard_source(str(tmp_path))
+    both(tmp_path, {"0.png": image, "0.json": b'{"label": null}'})
+    with pytest.raises(CorruptFile, match="does not say"):
+        shard_source(str(tmp_path))
+
+
+def test_an_index_of_a_stranger(packed: Path) -> None:
+    """Consistent in itself, with names that are none: it is made anew."""
+    names = shard_source(str(packed)).class_names
+    home = packed / shards.INDEX.format("train")
+    for bad in (["\x1b]0;owned\x07", *"12345"], ["0"] * 6):
+        files, root = shards._opened(str(packed))
+        content = home.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        told = json.loads(content[8 : 8 + length])["__metadata__"]
+        kept = shards._kept(home, told["shards"])
+        assert kept is not None
+        forged = shards.Index(tuple(bad), kept.label, kept.shard, kept.offset, kept.size)
+        home.write_bytes(shards._packed(forged, told["shards"]))
+        assert shard_source(str(packed)).class_names == names
+
+
+def test_places_with_odd_names(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "a[1] * b::c"
+    write_shards(str(folder), place, 1)
+    assert len(shard_source(str(place)).train) == 36
