@@ -305,7 +305,6 @@ def test_an_index_of_a_stranger(packed: Path) -> None:
     names = shard_source(str(packed)).class_names
     home = packed / shards.INDEX.format("train")
     for bad in (["\x1b]0;owned\x07", *"12345"], ["0"] * 6):
-        files, root = shards._opened(str(packed))
         content = home.read_bytes()
         length = int.from_bytes(content[:8], "little")
         told = json.loads(content[8 : 8 + length])["__metadata__"]
