@@ -68,24 +68,25 @@ def compared(ways: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("one", "many"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/scaling.json"))
     options = parser.parse_args()
     one = ("--methods", "coda-p", "--trials", "1")
     four = ("--methods", "coda-p,dualprompt", "--trials", "2")
-    training = compared(
-        {
+    found: dict[str, Any] = {"machine": machine()}
+    if options.out.exists():  # what is not measured now stays
+        found = {**json.loads(options.out.read_text("utf-8")), **found}
+    if options.only != "many":
+        ways: dict[str, Any] = {
             name: lambda threads=threads, more=more: run(threads, *one, *more)[1]
             for name, (threads, more) in ONE.items()
-        },
-        options.rounds,
-    )
-    show(training, "One training")
-    many = compared(
-        {name: lambda more=more: run("1", *four, *more)[0] for name, more in MANY.items()},
-        options.rounds,
-    )
-    show(many, "Four trainings, whole command")
-    found = {"machine": machine(), "one training": training, "four trainings": many}
+        }
+        found["one training"] = compared(ways, options.rounds)
+        show(found["one training"], "One training")
+    if options.only != "one":
+        ways = {name: lambda more=more: run("1", *four, *more)[0] for name, more in MANY.items()}
+        found["four trainings"] = compared(ways, options.rounds)
+        show(found["four trainings"], "Four trainings, whole command")
     write_atomically(options.out, json.dumps(found, indent=1).encode())
 
 

@@ -186,6 +186,24 @@ def test_what_one_process_finds_wrong_is_told_once(tiny: Path, tmp_path: Path) -
     assert "Traceback" not in finished.stderr
 
 
+def test_the_first_process_speaks_for_another_one_though_it_is_busy(tmp_path: Path) -> None:
+    """It computes for long before it would meet the others again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from coda_prompt.errors import BadOption\n"
+        "from coda_prompt.training import devices\n"
+        "devices.PATIENCE = 1\n"
+        "with devices.Devices('cpu', 2).launched() as fabric:\n"
+        "    if fabric.global_rank:\n"
+        "        raise BadOption('the test', 'image', 'this one is bad')\n"
+        "    time.sleep(60)\n"
+    )
+    finished = run(sys.executable, str(script))
+    assert finished.returncode == 2
+    assert finished.stderr.strip() == "coda: Option 'image' of the test: this one is bad."
+
+
 def test_what_cannot_be_asked_for(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
