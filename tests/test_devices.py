@@ -38,8 +38,8 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def assert_same_training(found: Path, expected: Path, rows: int) -> None:
-    """The same matrix, parameters to 1e-9 in float64, losses (told in float32) to 1e-6."""
+def assert_same_training(found: Path, expected: Path, rows: int, *, worst: float = 1e-9) -> None:
+    """The same matrix, losses (told in float32) to 1e-6, parameters in float64 to `worst`."""
     results = sorted(found.rglob("result.json"))
     assert len(results) == rows
     for result in results:
@@ -53,7 +53,9 @@ def assert_same_training(found: Path, expected: Path, rows: int) -> None:
         )
         assert learned.keys() == known.keys()
         for name, tensor in known.items():
-            assert_close(learned[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+            assert_close(learned[name], tensor, rtol=worst, atol=worst, msg=name)
+            off = (learned[name] - tensor).double().abs()
+            assert not off.numel() or float(off.median()) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,9 @@ def test_pocket_on_two_processes(tmp_path: Path) -> None:
     ):
         command = [*start, *given, *more, "--out", str(tmp_path / out)]
         subprocess.run(command, check=True, timeout=1800, capture_output=True, env=ENVIRONMENT)
-    assert_same_training(tmp_path / "two", tmp_path / "one", 2)
-    assert_same_training(tmp_path / "three", tmp_path / "one", 2)
+    # Hundreds of steps: where a gradient is nothing but rounding, Adam makes a step of it.
+    assert_same_training(tmp_path / "two", tmp_path / "one", 2, worst=1e-4)
+    assert_same_training(tmp_path / "three", tmp_path / "one", 2, worst=1e-4)
 
 
 def test_a_model_taught_by_two_processes(drawing_folders: Path, tmp_path: Path) -> None:
