@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # a full disk does not say what it was
+        if error.filename is None and error.errno is not None:  # a full disk names no file
             error.filename = str(path)
         raise
     finally:
