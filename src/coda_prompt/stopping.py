@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -50,3 +52,15 @@ def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
     finally:
         for kind, earlier in before.items():
             signal.signal(kind, earlier)
+
+
+def end_with(parent: int | None, code: int) -> None:
+    """Started for another process, this one does not outlive it: one that was killed cannot see to
+    that itself."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(code)
+
+    threading.Thread(target=watch, daemon=True).start()

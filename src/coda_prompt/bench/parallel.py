@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from coda_prompt.bench.inputs import Inputs
 from coda_prompt.bench.runner import OnEvent, Run, execute
 from coda_prompt.errors import CodaError, Interrupted, LostWorker
-from coda_prompt.stopping import KINDS, Stop, ignored
+from coda_prompt.stopping import KINDS, Stop, end_with, ignored
 from coda_prompt.training.settings import Event
 
 LAST_STEP = 600
@@ -80,7 +79,8 @@ def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any)
     """One process: takes runs until there are none left."""
     for kind in KINDS:
         signal.signal(kind, signal.SIG_IGN)  # also where the parent could not see to it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    end_with(None if parent is None else parent.pid, 1)
     torch.set_num_threads(threads)
     inputs = Inputs()
     while not stopping.is_set() and (number := waiting.get()) is not None:
@@ -97,11 +97,3 @@ def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any)
             told.put((number, str(error)))
             return
         told.put((number, None))
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers: they do not outlive it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

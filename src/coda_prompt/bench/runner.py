@@ -157,7 +157,7 @@ def execute(
     benchmark = run.benchmark
     mirror = None if run.home is None else Mirror(run.folder, run.home)
     fabric = fabric or Devices(run.device, precision=benchmark.precision).fabric()
-    first, alone = fabric.global_rank == 0, fabric.world_size == 1
+    first = fabric.global_rank == 0
     stop = agreed(fabric, stop)
     backbone, source = inputs.of(benchmark)
     surroundings = environment(backbone, source, fabric)
@@ -210,8 +210,7 @@ def execute(
             events.truncate(length)
 
         def tell(event: Event) -> None:
-            if alone or event.kind != "pass":  # of which processes do not have equally many
-                heed(stop, event)
+            heed(stop, event, fabric.world_size)
             if event.kind == "pass" or not first:
                 return
             if event.kind != "step":

@@ -88,8 +88,7 @@ def learn(
         with Going(console) as going:
 
             def tell(event: Event) -> None:
-                if fabric.world_size == 1 or event.kind != "pass":
-                    heed(asked, event)
+                heed(asked, event, fabric.world_size)
                 going.on_event(event)
 
             learned = classifier.learn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -286,7 +287,10 @@ def _dataset(data: Any, skip_bad: bool) -> Labelled:
         )
     if not len(data):
         raise BadOption("the images", "data", "there is none")
-    if isinstance(data[0], str | os.PathLike | Image.Image):
+    first = None
+    with contextlib.suppress(BadImage):  # it is told with all others that cannot be read
+        first = data[0]
+    if isinstance(first, str | os.PathLike | Image.Image):
         raise BadOption("the images", "labels", "paths and images do not say their class: give it")
     try:
         targets = getattr(data, "targets", None)

@@ -33,6 +33,7 @@ from coda_prompt.serve.uploads import (
     MOST_IN_A_REQUEST,
     MOST_TO_LEARN,
     MOST_TO_PREDICT,
+    SURELY_FEW,
     Example,
     Refused,
     check_pixels,
@@ -209,7 +210,8 @@ def _add_predicting(app: FastAPI, service: Service, metrics: Metrics, seconds: f
         contents = await _images(request)
 
         async def answered() -> list[Answer]:
-            await asyncio.to_thread(check_pixels, contents)
+            if len(contents) > SURELY_FEW:
+                await asyncio.to_thread(check_pixels, contents)
             views = await asyncio.gather(
                 *(asyncio.to_thread(service.view, content, name) for name, content in contents)
             )

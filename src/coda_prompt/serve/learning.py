@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -22,10 +21,11 @@ from typing import IO, Any
 from PIL import Image
 
 from coda_prompt.data.pocket import pocket_source
-from coda_prompt.errors import BadImage, BadImages, CodaError
+from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.serve.uploads import Example, image_of
+from coda_prompt.stopping import end_with
 from coda_prompt.training.settings import Event
 
 EVERY = 0.2
@@ -107,20 +107,8 @@ class Lesson:
         return image_of(example.content, f"image {place + 1} ({example.label})"), example.label
 
 
-def check(lesson: Lesson) -> None:
-    bad = []
-    for place in range(len(lesson)):
-        try:
-            lesson[place]
-        except BadImage as problem:
-            bad.append(problem)
-    if bad:
-        raise BadImages(bad)
-
-
 def learn(model: Path, examples: list[Example]) -> None:
     lesson = Lesson(examples)
-    check(lesson)
     with store.writing(model):
         classifier = ContinualClassifier.load(model)
         watch = watched(classifier)
@@ -135,19 +123,8 @@ def learn(model: Path, examples: list[Example]) -> None:
     tell("learned", **{**dataclasses.asdict(learned), "kept": summary, "forgotten": None})
 
 
-def leave_with(parent: int) -> None:
-    """A service that was killed cannot end this process: it does not outlive it."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(3)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
-    leave_with(os.getppid())
+    end_with(os.getppid(), 3)
     try:
         learn(Path(sys.argv[1]), received(sys.stdin.buffer))
     except CodaError as error:

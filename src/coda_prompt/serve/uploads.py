@@ -21,6 +21,8 @@ MOST_IN_A_REQUEST = 64 * 2**20
 MOST_TO_PREDICT, MOST_TO_LEARN = 64, 5_000
 MOST_PIXELS, MOST_PIXELS_IN_A_REQUEST = 25_000_000, 200_000_000
 """Of an image, and of all to be predicted together: they are decoded at the same time."""
+SURELY_FEW = MOST_PIXELS_IN_A_REQUEST // MOST_PIXELS
+"""Images that cannot be too many pixels together, since each is looked at by itself."""
 MOST_ENTRIES, MOST_UNPACKED = 10_000, 256 * 2**20
 LONGEST_NAME = 100
 

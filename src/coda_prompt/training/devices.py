@@ -29,10 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coda_prompt.errors import BadOption, CodaError, Interrupted, LostProcess
 from coda_prompt.methods import Method
+from coda_prompt.stopping import end_with
 
 Strategy = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 PARENT = "CODA_PARENT"
+"""The variable in which a process that is started here finds whose it is."""
 PATIENCE = 10.0
 """Seconds a process has to notice that another one is gone."""
 PROBLEM = "coda-problem"
@@ -51,10 +53,10 @@ class _Launcher(_SubprocessScriptLauncher):
         )
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            threading.Thread(target=self._watch, args=(os.getpid(),), daemon=True).start()
+            threading.Thread(target=self._watch, daemon=True).start()
             atexit.register(self._end)
         elif PARENT in os.environ:
-            _end_with(int(os.environ[PARENT]))
+            end_with(int(os.environ[PARENT]), CodaError.exit_code)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
@@ -63,7 +65,7 @@ class _Launcher(_SubprocessScriptLauncher):
         super()._call_children_scripts()
         del os.environ[PARENT]
 
-    def _watch(self, parent: int) -> None:
+    def _watch(self) -> None:
         """A process that fails leaves its reason; one that dies leaves none. Both end all."""
         while True:
             time.sleep(1)
@@ -78,17 +80,6 @@ class _Launcher(_SubprocessScriptLauncher):
     def _end(self) -> None:
         for process in self.procs:
             process.kill()
-
-
-def _end_with(parent: int) -> None:
-    """A process that was started for another one does not outlive it."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(CodaError.exit_code)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Replicated(DDPStrategy):
