@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -11,29 +13,76 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import ENVIRONMENT, PLAIN, run, started, wait_for_checkpoint
 from small import coda
 from test_keeping import comparable, micro
 
+MORE = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=20")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods, two trials."""
+    out = tmp_path_factory.mktemp("plain")
+    finished = run(*PLAIN, "bench", *micro(tiny, out), *MORE, "--jobs", "2")
+    assert finished.returncode == 0, finished.stderr
+    return out
+
 
 def test_a_ray_cluster_gives_the_same_report_though_a_worker_is_killed(
-    tiny: Path, tmp_path: Path
+    tiny: Path, plain: Path, tmp_path: Path
 ) -> None:
-    plain, there = tmp_path / "plain", tmp_path / "ray"
-    more = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=20")
-    finished = run(*PLAIN, "bench", *micro(tiny, plain), *more, "--jobs", "2")
-    assert finished.returncode == 0, finished.stderr
-    command = [*PLAIN, "bench", *micro(tiny, there), *more, "--executor", "ray"]
+    command = [*PLAIN, "bench", *micro(tiny, tmp_path), *MORE, "--executor", "ray"]
     with started(*command) as process:
-        wait_for_checkpoint(there, process)
-        owner = next(there.rglob(".lock.owner"))
+        wait_for_checkpoint(tmp_path, process)
+        owner = next(tmp_path.rglob(".lock.owner"))
         worker = int(owner.read_text())
         assert worker != process.pid
         os.kill(worker, signal.SIGKILL)
         _, told = process.communicate(timeout=150)
         assert process.returncode == 0, told
-    assert comparable(there) == comparable(plain)
-    assert report(there) == report(plain)
+    assert comparable(tmp_path) == comparable(plain)
+    assert report(tmp_path) == report(plain)
+
+
+CLUSTER = """
+import signal, ray
+ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
+print(ray.get_runtime_context().gcs_address, flush=True)
+signal.pause()
+"""
+
+
+def test_a_running_cluster_is_joined_and_its_runs_are_stopped_and_gone_on_with(
+    tiny: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CPU for four runs, which all ask whether to stop: no two of them share it."""
+    monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "token")
+    monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with started(sys.executable, "-c", CLUSTER) as cluster:
+        assert cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+        given = (*MORE, "--executor", "ray", "--address", address)
+        command = [*PLAIN, "bench", *micro(tiny, tmp_path), *given]
+        with started(*command) as process:
+            wait_for_checkpoint(tmp_path, process)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+            assert process.returncode == 130, told
+        done = set(tmp_path.rglob("result.json"))
+        assert list(tmp_path.rglob("checkpoint-*"))
+        finished = run(*command)
+        assert finished.returncode == 0, finished.stderr
+        assert cluster.poll() is None, "it was there before and stays"
+    assert comparable(tmp_path) == comparable(plain)
+    ends = [
+        (result.with_name("environment.json").stat().st_mtime, result.stat().st_mtime)
+        for result in set(tmp_path.rglob("result.json")) - done
+    ]
+    assert len(ends) > 2
+    for (_, end), (start, _) in itertools.pairwise(sorted(ends)):
+        assert start >= end
 
 
 def report(runs: Path) -> dict[str, Any]:

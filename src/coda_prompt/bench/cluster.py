@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import re
@@ -89,7 +90,8 @@ def _join(ray: Any, cluster: Cluster) -> None:
     try:
         ray.init(cluster.address, **told)
     except Exception as error:  # Ray raises many kinds
-        problem = f"no Ray cluster can be reached there ({' '.join(str(error).split())[:300]})"
+        problem = f"no Ray cluster can be reached there ({' '.join(str(error).split())[:300]}); "
+        problem += "one that wants a token wants it in RAY_AUTH_TOKEN, with RAY_AUTH_MODE=token"
         raise BadOption("coda bench", "address", problem) from error
     there = ray.cluster_resources()
     for field, name, asked in (("cpus", "CPU", cluster.cpus), ("gpus", "GPU", cluster.gpus)):
@@ -140,12 +142,14 @@ def _task(run: Run, number: int, board: Any, folder: str, threads: int) -> str |
     if os.path.isdir(folder):  # where relative paths are meant from, on a shared disk
         os.chdir(folder)
     torch.set_num_threads(threads)
-    ray: Any = importlib.import_module("ray")
     stopping, last = threading.Event(), 0.0
+
+    def asked() -> bool:  # not by `ray.get`, for whose while Ray gives the CPU to another run
+        return bool(board.stopping.remote().future().result())
 
     def listen() -> None:
         while not stopping.is_set():
-            if ray.get(board.stopping.remote()):
+            if asked():
                 stopping.set()
             time.sleep(PAUSE)
 
@@ -155,13 +159,19 @@ def _task(run: Run, number: int, board: Any, folder: str, threads: int) -> str |
             last = time.monotonic()
             board.tell.remote(number, event)
 
-    if ray.get(board.stopping.remote()):
+    if asked():
         return str(Interrupted())
     threading.Thread(target=listen, daemon=True).start()
     try:
-        execute(run, Inputs(), tell, stopping.is_set)
+        execute(run, _inputs(), tell, stopping.is_set)
     except (CodaError, OSError) as error:
         return str(error)
     finally:
         stopping.set()
     return None
+
+
+@functools.cache
+def _inputs() -> Inputs:
+    """Of this process, in which Ray may have one run after another."""
+    return Inputs()
