@@ -346,6 +346,19 @@ def test_accuracy_among_a_tasks_own_classes_leaves_other_classes_out() -> None:
     assert result.own_classes[1, 0] > result.matrix[1, 0], "it forgot, but not its own differences"
 
 
+def test_rows_that_are_not_measured_are_not_known_and_change_no_other() -> None:
+    stream = cut(patterns(10, 4), tasks=5)
+    found = []
+    for every in (1, 2):
+        engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=4))
+        method = methods.make("coda-p", tiny_vit())
+        found.append(engine.run(method, stream, measure_every=every))
+    whole, some = (result.matrix for result in found)
+    assert np.isnan(some[[0, 2]]).all()
+    np.testing.assert_array_equal(some[[1, 3, 4]], whole[[1, 3, 4]])
+    np.testing.assert_array_equal(found[1].own_classes[4], found[0].own_classes[4])
+
+
 def double() -> Fabric:
     return Fabric(accelerator="cpu", devices=1, precision="64-true")
 

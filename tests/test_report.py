@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from small import coda
 
-from coda_prompt.bench import cost, report, tables
+from coda_prompt.bench import cost, plots, report, tables
 from coda_prompt.bench.config import load_benchmark, shipped
 from coda_prompt.bench.runner import Run, parameters, runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
@@ -183,6 +183,34 @@ def test_parameters_in_the_report_equal_the_papers(row: str, tmp_path: Path) -> 
     (line,) = report.rows(report.read_runs(tmp_path))
     shares = [round(line[name]["mean"], 1) for name in ("trained_parameters", "final_parameters")]
     assert shares == line["published"]["params"]
+
+
+@pytest.mark.parametrize("rows", [[5, 9], [9]])
+def test_rows_that_were_not_measured_leave_forgetting_unknown(
+    rows: list[int], tmp_path: Path
+) -> None:
+    held = paper_run("imagenet-r-10", "coda-p", tmp_path) / "result.json"
+    result = json.loads(held.read_text())
+    for name in ("matrix", "own_classes"):
+        result[name] = [
+            line if row in rows else [None] * 10 for row, line in enumerate(result[name])
+        ]
+    held.write_text(json.dumps(result))
+    (line,) = report.rows(runs := report.read_runs(tmp_path))
+    assert line["A_N"]["mean"] == pytest.approx(50)
+    assert line["F_paper"]["mean"] is line["F_max"]["mean"] is None
+    (curve,) = plots.accuracy_over_tasks(runs).axes[0].get_lines()
+    points = list(curve.get_xdata())
+    assert points == ([row + 1 for row in rows] if len(rows) > 1 else list(range(1, 11)))
+    assert all(path.stat().st_size for path in plots.all_pictures(runs, tmp_path))
+    assert tables.full([line], runs)
+
+
+@pytest.mark.parametrize(("tasks", "ticks"), [(1, 1), (10, 10), (20, 10), (500, 10), (1200, 6)])
+def test_an_axis_of_many_tasks_has_few_numbers(tasks: int, ticks: int) -> None:
+    places, numbers = plots._numbered(tasks)
+    assert len(places) == ticks
+    assert numbers[-1] == str(places[-1] + 1)
 
 
 def test_published_numbers_stand_beside_measured_ones(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ class Benchmark(Section):
     resize: Literal["crop", "squash"] = "crop"
     augmentation: Augmentation | None = None
     stream: StreamSection
+    measure_every: int = Field(default=1, ge=1)
+    """Tasks between two rows of the accuracy matrix; the last is always there. Forgetting needs
+    all of them, but for thousands of tasks they take longer than training."""
     trials: int = Field(default=5, ge=1, le=10_000)
     """Seeds, each fixing class order, splits and initial values for all methods."""
     first_seed: int = Field(default=0, ge=0)

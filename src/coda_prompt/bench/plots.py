@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,13 +56,15 @@ def accuracy_over_tasks(runs: Sequence[FinishedRun]) -> Figure:
             mean, deviation = (np.full(tasks, held[-1]) for held in (mean, deviation))
         else:
             style = _style(method)
-        axes.plot(steps, mean, label=method, **style)
+        known = ~np.isnan(mean)
+        axes.plot(steps[known], mean[known], label=method, **style)
         if len(own) > 1:
-            colour = style["color"]
-            axes.fill_between(steps, mean - deviation, mean + deviation, color=colour, alpha=0.15)
+            low, high = (mean - deviation)[known], (mean + deviation)[known]
+            axes.fill_between(steps[known], low, high, color=style["color"], alpha=0.15)
     axes.set_xlabel("tasks learned")
     axes.set_ylabel("accuracy over all classes so far, %")
-    axes.set_xticks(steps)
+    places, numbers = _numbered(tasks)
+    axes.set_xticks([place + 1 for place in places], numbers)
     return _finished(figure, axes)
 
 
@@ -75,7 +78,13 @@ def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
     names = sorted(known, key=lambda name: known[name].mean())
     figure, axes = _one_plot(height=1.2 + 0.32 * max(len(names), 4))
     if not names:
-        axes.text(0.5, 0.5, "no task was followed by another", ha="center", va="center")
+        axes.text(
+            0.5,
+            0.5,
+            "not known: one task, or rows not measured",
+            ha="center",
+            va="center",
+        )
         axes.set_axis_off()
         return figure
     table = np.array([known[name] for name in names])
@@ -223,7 +232,8 @@ def _write_numbers(axes: Axes, table: np.ndarray, *, bright: float) -> None:
 
 def _numbered(tasks: int) -> tuple[list[int], list[str]]:
     """Places and names of an axis's ticks for tasks, counted from 1."""
-    every = 1 if tasks <= SHOWN_NUMBERS else 5
+    steps = (first * 10**power for power in itertools.count() for first in (1, 2, 5))
+    every = next(step for step in steps if tasks <= SHOWN_NUMBERS * step)
     places = list(range(every - 1, tasks, every))
     return places, [str(place + 1) for place in places]
 

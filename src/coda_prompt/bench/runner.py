@@ -221,7 +221,8 @@ def execute(
             on_event(run, event)
 
         engine = Engine(views, training, fabric=fabric, on_event=tell)
-        engine.run(method, stream, keeper=keeper, result=result)
+        every = benchmark.measure_every
+        engine.run(method, stream, keeper=keeper, result=result, measure_every=every)
         if not first:
             return
         for logger in loggers:

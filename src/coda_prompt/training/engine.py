@@ -83,8 +83,10 @@ class Engine:
         *,
         keeper: Keeper | None = None,
         result: Result | None = None,
+        measure_every: int = 1,
     ) -> Result:
-        """Learn the stream's tasks in order, and after each measure all learned so far.
+        """Learn the stream's tasks in order, and after each (or every so many, and the last)
+        measure all learned so far.
 
         Where a keeper found an earlier run, this one goes on with its `result`.
         """
@@ -105,7 +107,9 @@ class Engine:
             past = tasks[: task.index]
             losses = self.learn(method, task, past=past, tasks=len(tasks), keeper=keeper)
             result.losses.append(losses)
-            self._measure(method, stream, len(stream.tasks) - 1 if together else task.index, result)
+            after = len(stream.tasks) - 1 if together else task.index
+            if not (after + 1) % measure_every or after == len(stream.tasks) - 1:
+                self._measure(method, stream, after, result)
             if keeper is not None:
                 keeper.after_task(method, task.index)
         return result
