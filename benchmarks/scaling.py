@@ -36,7 +36,7 @@ ONE = {
     "one process, two threads": ("2", ()),
     "two processes (--devices 2)": ("1", ("--devices", "2")),
 }
-IMAGES = 20_000
+IMAGES = 40_000
 MANY = {
     "--jobs 2": ("--jobs", "2"),
     "--executor ray": ("--executor", "ray"),
@@ -82,7 +82,7 @@ def data(rounds: int) -> list[dict[str, Any]]:
             place = folder / f"class-{number % 100:02}" / f"{number}.png"
             place.parent.mkdir(parents=True, exist_ok=True)
             drawn.image(number % len(drawn)).save(place)
-        write_shards(str(folder), shards, megabytes=2)
+        write_shards(str(folder), shards, megabytes=1)
         index = [*shards.glob(".coda-index-*")]
         assert not index
         started = time.perf_counter()

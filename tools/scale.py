@@ -310,9 +310,9 @@ def tables() -> None:
     )  # fmt: skip
     print("Queries kept in half precision, and the index of tar shards\n")
     table(
-        ["images", "queries, ViT-B/16", "queries, ViT-g/14", "index"],
+        ["images", "queries, ViT-B/16", "queries, ViT-g/14", "index in memory"],
         [
-            [f"{images:,.0f}", size(images * 2 * 768), size(images * 2 * 1408), size(images * 24)]
+            [f"{images:,.0f}", size(images * 2 * 768), size(images * 2 * 1408), size(images * 33)]
             for images in (1e6, 1e8, 1e9)
         ],
     )  # fmt: skip

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
 from PIL import Image
 from rich.progress import TimeRemainingColumn
 from safetensors import SafetensorError
@@ -59,8 +60,8 @@ class Index:
 
     names: tuple[str, ...]
     """Classes as the shards call them."""
-    label: Integers
-    shard: Integers
+    label: NDArray[np.int32]
+    shard: NDArray[np.int32]
     offset: Integers
     size: Integers
 
@@ -74,6 +75,8 @@ class Index:
         """Whether its names are names, and all it says is inside shards of these sizes."""
         arrays = (self.label, self.shard, self.offset, self.size)
         if any(array.shape != self.label.shape or array.ndim != 1 for array in arrays):
+            return False
+        if any(array.dtype.kind != "i" for array in arrays):
             return False
         names = self.names
         if not all(is_name(name) for name in names) or len(set(names)) < len(names):
@@ -103,9 +106,15 @@ class ShardSplit:
         shard = self.shards[self._index.shard[index]]
         first = int(self._index.offset[index])
         name = f"{shard} at byte {first}"
-        files, _ = _opened(self.address)
+        size = int(self._index.size[index])
         try:
-            content = files.cat_file(shard, start=first, end=first + int(self._index.size[index]))
+            if "://" in self.address:
+                files, _ = _opened(self.address)
+                content = files.cat_file(shard, start=first, end=first + size)
+            else:
+                with open(shard, "rb") as raw:
+                    raw.seek(first)
+                    content = raw.read(size)
         except Exception as problem:  # disks and networks fail in many ways
             raise BadImage(name, f"it cannot be read ({problem})") from problem
         return read_image(content, name, shortest)
@@ -191,12 +200,8 @@ def _homes(place: str, part: str) -> list[Path]:
 
 
 def _packed(index: Index, made_of: str) -> bytes:
-    arrays: dict[str, Any] = {
-        "label": index.label.astype(np.int32),
-        "shard": index.shard.astype(np.int32),
-        "offset": index.offset,
-        "size": index.size,
-    }
+    columns = ("label", "shard", "offset", "size")
+    arrays: dict[str, Any] = {name: getattr(index, name) for name in columns}
     told = {"shards": made_of, "names": json.dumps(index.names), "sha256": index.digest()}
     return save(arrays, told)
 
@@ -210,8 +215,7 @@ def _kept(home: Path, made_of: str) -> Index | None:
         names = json.loads(told["names"])
         if told["shards"] != made_of or not all(isinstance(name, str) for name in names):
             return None
-        arrays = {name: array.astype(np.int64) for name, array in load(content).items()}
-        found = Index(tuple(names), **arrays)
+        found = Index(tuple(names), **load(content))
         return found if found.digest() == told["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError):
         return None
@@ -219,26 +223,34 @@ def _kept(home: Path, made_of: str) -> Index | None:
 
 def _made(files: Any, shards: Sequence[str], part: str) -> Index:
     """Read all headers, and the files that say what the images are."""
-    entries: list[tuple[str, str, int, int, int]] = []
-    pool = ThreadPoolExecutor(READERS)
+    keys: list[str] = []
+    rows: dict[str, int] = {}
+    places: list[Integers] = []
+    pool = ThreadPoolExecutor(1 if isinstance(files, LocalFileSystem) else READERS)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)
         bar = stack.enter_context(Bar(messages(), TimeRemainingColumn())).bar
         line = bar.add_task(f"indexing the shards of {part}", total=len(shards))
         found = pool.map(lambda shard: list(_entries(files, shard)), shards)
-        for number, own in enumerate(found):
-            entries += [(key, label, number, offset, size) for key, label, offset, size in own]
+        for number, entries in enumerate(found):
+            keys += [key for key, *_ in entries]
+            own = [
+                (rows.setdefault(label, len(rows)), number, offset, size)
+                for _, label, offset, size in entries
+            ]
+            places.append(np.array(own, np.int64).reshape(-1, 4))
             bar.update(line, completed=number + 1)
-    if not entries:
+    if not keys:
         raise MissingData(shards[0], f"there is no image in the shards of {part}", WANTED)
-    entries.sort(key=lambda entry: (entry[0], entry[2]))
-    names = sorted({label for _, label, *_ in entries})
-    row = {label: number for number, label in enumerate(names)}
-    columns = [
-        np.array(column, np.int64)
-        for column in zip(*((row[label], *rest) for _, label, *rest in entries), strict=True)
-    ]
-    return Index(tuple(names), *columns)
+    order = np.argsort(np.array(keys, object), kind="stable")
+    del keys  # most of the memory, where images are many
+    label, shard, offset, size = (
+        np.concatenate([own[:, column] for own in places])[order] for column in range(4)
+    )
+    names = sorted(rows)
+    ranks = {name: rank for rank, name in enumerate(names)}
+    label = np.array([ranks[name] for name in rows])[label]  # until now by when it was met
+    return Index(tuple(names), label.astype(np.int32), shard.astype(np.int32), offset, size)
 
 
 def _entries(files: Any, shard: str) -> Iterator[tuple[str, str, int, int]]:
