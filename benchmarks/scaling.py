@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from speed import machine, show
 
+from coda_prompt.data.packing import pack
 from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.shards import shard_source, write_shards
+from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import folder_source
 from coda_prompt.files import write_atomically
 
@@ -82,7 +83,7 @@ def data(rounds: int) -> list[dict[str, Any]]:
             place = folder / f"class-{number % 100:02}" / f"{number}.png"
             place.parent.mkdir(parents=True, exist_ok=True)
             drawn.image(number % len(drawn)).save(place)
-        write_shards(str(folder), shards, megabytes=1)
+        pack(str(folder), str(shards), megabytes=1)
         index = [*shards.glob(".coda-index-*")]
         assert not index
         started = time.perf_counter()

@@ -35,7 +35,8 @@ from coda_prompt.data import images, pocket
 from coda_prompt.data.domainnet import DOMAINS, domainnet_source
 from coda_prompt.data.imagenet_r import LISTS, imagenet_r_source
 from coda_prompt.data.images import open_image
-from coda_prompt.data.shards import INDEX, shard_source, write_shards
+from coda_prompt.data.packing import pack
+from coda_prompt.data.shards import INDEX, shard_source
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.model.catalog import load_backbone
@@ -123,7 +124,7 @@ def forgery(draw: st.DrawFn) -> Callable[[Any], Any]:
 @FEW
 def test_tar_shards_and_their_index(examples: int, tiny: Path, tmp_path: Path) -> None:
     """A tar file has no hash: damage in it may show as other images. An index has one."""
-    write_shards(str(tiny.parent / "data"), tmp_path, 1)
+    pack(str(tiny.parent / "data"), str(tmp_path), 1)
     expected = shard_source(str(tmp_path)).fingerprint()
     tar, index = tmp_path / "test-000000.tar", tmp_path / INDEX.format("test")
     whole = {path: path.read_bytes() for path in (tar, index)}

@@ -9,7 +9,7 @@ import coda_prompt
 
 ROOT = Path(coda_prompt.__file__).parent
 LAYERS = [
-    {"errors", "metrics", "pixels", "seeding", "files", "console", "stopping"},
+    {"errors", "metrics", "pixels", "seeding", "files", "console", "stopping", "addresses"},
     {"model", "data"},
     {"methods"},
     {"training"},

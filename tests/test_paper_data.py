@@ -7,9 +7,7 @@ import json
 import os
 import pickle
 import struct
-import sys
 import tarfile
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,16 +26,13 @@ from coda_prompt.bench.inputs import load_source, stream_of
 from coda_prompt.bench.runner import runs_of
 from coda_prompt.cli import app
 from coda_prompt.data import opcodes
-from coda_prompt.data.hub import hub_source
 from coda_prompt.data.opcodes import plain_values
 from coda_prompt.data.paper import PUBLISHED, published_source
 from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
 from coda_prompt.errors import (
-    BadImage,
     BadOption,
     CorruptFile,
     MissingData,
-    MissingExtra,
     UnknownName,
 )
 from coda_prompt.methods import METHODS
@@ -807,64 +802,3 @@ def test_missing_data_are_told_before_a_backbone_is_fetched(
     run = coda("bench", "imagenet-r-10", "--data", str(tmp_path), "--out", str(tmp_path / "runs"))
     assert isinstance(run.exception, MissingData)
     assert run.stdout == ""
-
-
-# --- the hub ---
-
-
-def fake_datasets(**splits: Any) -> types.ModuleType:
-    module = types.ModuleType("datasets")
-
-    class Picture:
-        pass
-
-    class ClassLabel:
-        def __init__(self, *names: str) -> None:
-            self.names, self.num_classes = names, len(names)
-
-    class Rows(list[dict[str, Any]]):
-        features = {  # noqa: RUF012
-            "coarse": ClassLabel("x"),
-            "fine": ClassLabel("a", "b"),
-            "img": Picture(),
-        }
-
-        def __getitem__(self, key: Any) -> Any:
-            column = isinstance(key, str)
-            return [row[key] for row in self] if column else super().__getitem__(key)
-
-    def load_dataset(name: str) -> dict[str, Rows]:
-        if name != "owner/name":
-            raise FileNotFoundError(name)
-        return {part: Rows(rows) for part, rows in splits.items()}
-
-    module.__dict__.update(Image=Picture, ClassLabel=ClassLabel, load_dataset=load_dataset)
-    return module
-
-
-def test_a_hub_dataset_is_read_by_its_finest_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def load(self) -> None:
-            raise OSError("truncated")
-
-    rows = [{"img": Image.new("L", (2, 2), n), "fine": n, "coarse": 0} for n in (1, 0)]
-    parts: dict[str, Any] = {"train": rows, "test": [{**rows[0], "img": Broken()}]}
-    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(**parts))
-    source = load_source(load_benchmark("pocket", ["source=hub:owner/name", "classes=2"]))
-    assert source.class_names == ("a", "b")
-    assert source.train.labels.tolist() == [1, 0]
-    assert source.train.image(0).getpixel((0, 0)) == 1
-    assert len(source.fingerprint()) == 64
-    with pytest.raises(BadImage, match=r"owner/name/test\[0\]: cannot be decoded \(truncated\)"):
-        source.test.image(0)
-    with pytest.raises(MissingData, match=r"hub:owner/other: .*Check its name"):
-        hub_source("owner/other")
-    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(train=rows))
-    with pytest.raises(MissingData, match="not both splits train and test"):
-        hub_source("owner/name")
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'coda-prompt\[datasets\]'"):
-        hub_source("owner/name")

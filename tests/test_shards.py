@@ -18,8 +18,9 @@ import torch
 from small import coda
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data import shards
-from coda_prompt.data.shards import shard_source, write_shards
+from coda_prompt.data import packing, shards
+from coda_prompt.data.packing import pack
+from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source, folder_source
 from coda_prompt.data.stream import cut
 from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
@@ -43,14 +44,12 @@ def folder(tiny: Path) -> Path:
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several small shards, which the command would not make."""
     out = tmp_path_factory.mktemp("shards")
-    few = 2_000
-    largest = shards._tars
-    shards._tars = lambda split, _: largest(split, few)  # type: ignore[assignment]
-    try:
-        written = write_shards(str(folder), out, 1)
-    finally:
-        shards._tars = largest
-    assert len(written) > 4
+    grouped = packing._groups
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packing, "_groups", lambda examples, _: grouped(examples, 2_000))
+        written, images = pack(str(folder), str(out), 1)
+    assert written > 4
+    assert images == len(list(folder.rglob("*.png")))
     return out
 
 
@@ -101,7 +100,7 @@ def test_a_classifier_learns_from_shards(drawing_folders: Path, tmp_path: Path) 
     for part, origin in (("train", "task-1"), ("test", "task-2")):
         (tmp_path / "data" / part).symlink_to(drawing_folders / origin)
     with pytest.raises(MissingData, match="different classes"):
-        write_shards(str(tmp_path / "data"), tmp_path / "out", 1)
+        pack(str(tmp_path / "data"), str(tmp_path / "out"), 1)
     finished = coda("shards", str(drawing_folders / "task-1"), str(tmp_path / "out"))
     assert finished.returncode == 0, finished.stderr
     assert "2 shards" in finished.stderr
@@ -218,7 +217,7 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptFile, match="has 1 names, but there is a class 1"):
         shard_source(str(tmp_path))
     with pytest.raises(BadOption, match="is not empty"):
-        write_shards(str(folder), tmp_path, 1)
+        pack(str(folder), str(tmp_path), 1)
 
 
 def test_a_place_for_reading_only(packed: Path, tmp_path: Path) -> None:
@@ -317,5 +316,5 @@ def test_an_index_of_a_stranger(packed: Path) -> None:
 
 def test_places_with_odd_names(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "a[1] * b::c"
-    write_shards(str(folder), place, 1)
+    pack(str(folder), str(place), 1)
     assert len(shard_source(str(place)).train) == 36

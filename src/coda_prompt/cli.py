@@ -278,22 +278,29 @@ def report(
 
 
 @app.command(
-    epilog="Examples: `coda shards photos/ shards/`; then `coda learn my-model shards:shards/` or "
-    "`--set source=shards:s3://bucket/photos`"
+    epilog="Examples: `coda shards photos/ shards/`, then `coda learn my-model shards:shards/`; "
+    "`coda shards hub:owner/name s3://bucket/shards`, then `--set source=shards:s3://bucket/shards`"
 )
 def shards(
-    folder: Annotated[
-        str, typer.Argument(help="Class folders; with train/ and test/, or a fifth is set apart.")
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Class folders (with train/ and test/, or a fifth is set apart), or "
+            "`hub:owner/name`."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write the shards to.")],
+    out: Annotated[str, typer.Argument(help="Folder or address to write the shards to.")],
     megabytes: Annotated[int, typer.Option(min=1, help="Of images in a shard, at most.")] = 256,
 ) -> None:
-    """Pack a folder of images into tar shards, which can be read from afar, too."""
-    from coda_prompt.data.shards import write_shards
+    """Pack images into tar shards, which can be read from afar, too.
 
-    written = write_shards(folder, out, megabytes)
-    size = sum(path.stat().st_size for path in written) / 1e6
-    typer.echo(f"{out}: {len(written)} shards, {size:.1f} MB", err=True)
+    A dataset of the hub is read as it comes and not kept on the disk. After a stop the same command
+    goes on.
+    """
+    from coda_prompt.data.packing import pack
+
+    written, images = pack(data, out, megabytes)
+    typer.echo(f"{out}: {written} shards of {images} images", err=True)
 
 
 @app.command(

@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
-from typing import Any
 
-from fsspec.core import url_to_fs
-
-from coda_prompt.errors import BadOption, MissingData
+from coda_prompt.addresses import Address
+from coda_prompt.errors import MissingData
 from coda_prompt.files import own_cache
 
 LOCAL = "file://"
@@ -36,12 +34,7 @@ class Mirror:
     """A folder here and its twin there."""
 
     def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self.address = folder, address
-        try:
-            self._files, self._root = url_to_fs(address)
-        except (ValueError, ImportError) as error:
-            problem = f"'{address}' is no address that can be used here ({error})"
-            raise BadOption("coda bench", "out", problem) from error
+        self.folder, self._home = folder, Address(address, "coda bench")
         self._made: set[str] = set()
         """Folders that are there, where the place has such."""
         self._there: dict[str, tuple[int, int]] = {}
@@ -54,9 +47,11 @@ class Mirror:
         for name, path in self._listed().items():
             place = self.folder / name
             if not place.resolve().is_relative_to(self.folder.resolve()):
-                raise MissingData(self.address, f"'{name}' leads out of it", "Use another address.")
+                raise MissingData(
+                    self._home.address, f"'{name}' leads out of it", "Use another address."
+                )
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(self._asked("cat_file", path))
+            place.write_bytes(self._home.ask("cat_file", path))
             self._there[name] = _state(place)
 
     def push(self) -> None:
@@ -69,32 +64,23 @@ class Mirror:
         for name in sorted(here, key=lambda name: (_order(name), name)):
             state = _state(here[name])
             if self._there.get(name) != state:
-                folder = f"{self._root}/{name}".rpartition("/")[0]
+                folder = f"{self._home.root}/{name}".rpartition("/")[0]
                 if folder not in self._made:
-                    self._asked("makedirs", folder, True)
+                    self._home.ask("makedirs", folder, True)
                     self._made.add(folder)
-                self._asked("pipe_file", f"{self._root}/{name}", here[name].read_bytes())
+                self._home.ask("pipe_file", f"{self._home.root}/{name}", here[name].read_bytes())
                 self._there[name] = state
         for name in self._there.keys() - here.keys():
-            self._asked("rm_file", f"{self._root}/{name}")
+            self._home.ask("rm_file", f"{self._home.root}/{name}")
             del self._there[name]
 
     def _listed(self) -> dict[str, str]:
         try:
-            paths = self._asked("find", self._root)
+            paths = self._home.ask("find", self._home.root)
         except FileNotFoundError:
             return {}
-        root = self._root.rstrip("/") + "/"
+        root = f"{self._home.root}/"
         return {path.removeprefix(root): path for path in paths if path.startswith(root)}
-
-    def _asked(self, what: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self._files, what)(*arguments)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # networks fail in many ways
-            remedy = "Check the address, your credentials and the network; then run this again."
-            raise MissingData(self.address, f"it cannot be used ({error})", remedy) from error
 
 
 def _order(name: str) -> int:

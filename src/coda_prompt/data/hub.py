@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
+import fsspec
 import numpy as np
 from PIL import Image
 
+from coda_prompt.data.images import read_image
 from coda_prompt.data.sources import Integers, Source
 from coda_prompt.errors import BadImage, MissingData, MissingExtra
 
 PREFIX = "hub:"
+TESTS = ("test", "validation")
+"""Splits that are tests: the first one there is."""
 
 
 class HubSplit:
@@ -28,18 +33,27 @@ class HubSplit:
         return len(self.labels)
 
     def image(self, index: int, shortest: int | None = None) -> Image.Image:
-        try:
-            image: Image.Image = self.rows[index][self.image_column]
-            if shortest is not None:
-                image.draft(None, (shortest, shortest))
-            image.load()
-        except (OSError, SyntaxError, ValueError) as problem:
-            raise BadImage(f"{self.name}[{index}]", f"cannot be decoded ({problem})") from problem
-        return image
+        name = f"{self.name}[{index}]"
+        return read_image(_content(self.rows[index][self.image_column], name), name, shortest)
 
     def fingerprint(self) -> str:
         """A hash of the name and all labels; images are not read."""
         return hashlib.sha256(f"{self.name}\n".encode() + self.labels.tobytes()).hexdigest()
+
+
+class HubStream:
+    """A split that is read from its beginning to its end and kept nowhere."""
+
+    def __init__(self, name: str, rows: Any, image: str, label: str) -> None:
+        self.name, self.rows, self.image_column, self.label_column = name, rows, image, label
+
+    def examples(self, first: int) -> Iterator[tuple[bytes, int]]:
+        """Files and labels from a number on."""
+        for number, row in enumerate(self.rows.skip(first), first):
+            name, label = f"{self.name}[{number}]", row[self.label_column]
+            if label is None or label < 0:
+                raise _misfit(self.name, f"image {number} has no class")
+            yield _content(row[self.image_column], name), int(label)
 
 
 def hub_source(name: str) -> Source:
@@ -47,12 +61,8 @@ def hub_source(name: str) -> Source:
 
     Of several class columns the finest counts: CIFAR-100 also has one of 20 superclasses.
     """
-    parts = _parts(name)
-    if not {"train", "test"} <= set(parts):
-        raise _misfit(name, "it has not both splits train and test")
-    (train, names), (test, _) = (
-        labelled_rows(f"{name}/{part}", parts[part]) for part in ("train", "test")
-    )
+    parts = _trained_and_tested(name, _parts(name))
+    (train, names), (test, _) = (labelled_rows(*part) for part in parts)
     return Source(name, names, train, test)
 
 
@@ -64,13 +74,29 @@ def hub_part(name: str, part: str) -> tuple[HubSplit, tuple[str, ...]]:
     return labelled_rows(f"{name}/{part}", parts[part])
 
 
-def _parts(name: str) -> Any:
+def hub_streams(name: str) -> tuple[tuple[str, ...], tuple[HubStream, HubStream]]:
+    """The names of the classes, and train and test as they come."""
+    found = [
+        (names, HubStream(part, *columns))
+        for part, rows in _trained_and_tested(name, _parts(name, streaming=True))
+        for names, *columns in [_columns(part, rows)]
+    ]
+    return found[0][0], (found[0][1], found[1][1])
+
+
+def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
+    """A part of a dataset as a split, and the names of its classes."""
+    names, *columns = _columns(name, rows)
+    return HubSplit(name, *columns), names
+
+
+def _parts(name: str, **how: Any) -> Any:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as problem:
         raise MissingExtra(f"{PREFIX}{name}", "datasets") from problem
     try:
-        return datasets.load_dataset(name)
+        return datasets.load_dataset(name, **how)
     except Exception as problem:  # the package raises many kinds, of its own and of the network
         raise MissingData(
             f"{PREFIX}{name}",
@@ -80,16 +106,37 @@ def _parts(name: str) -> Any:
         ) from problem
 
 
-def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
-    """A part of a dataset as a split, and the names of its classes."""
+def _trained_and_tested(name: str, parts: Any) -> list[tuple[str, Any]]:
+    """Name and rows of the two splits."""
+    test = next((part for part in TESTS if part in parts), None)
+    if "train" not in parts or test is None:
+        raise _misfit(name, "it has not both splits train and test (or validation)")
+    return [(f"{name}/{part}", parts[part]) for part in ("train", test)]
+
+
+def _columns(name: str, rows: Any) -> tuple[tuple[str, ...], Any, str, str]:
+    """The names of the classes, rows whose images are files, and what the columns are called."""
     datasets = importlib.import_module("datasets")
-    features = rows.features
+    features = rows.features or {}
     images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
     classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if not (images and classes):
         raise _misfit(name, "it has not both an image and a class column")
     label = max(classes, key=lambda key: features[key].num_classes)
-    return HubSplit(name, rows, images[0], label), tuple(features[label].names)
+    files = rows.with_format(None).cast_column(images[0], datasets.Image(decode=False))
+    return tuple(features[label].names), files, images[0], label
+
+
+def _content(held: Any, name: str) -> bytes:
+    """The file of an image, which is in the row or where the row says."""
+    try:
+        if held["bytes"] is not None:
+            return bytes(held["bytes"])
+        with fsspec.open(held["path"], "rb") as file:
+            content: bytes = file.read()
+            return content
+    except Exception as problem:  # disks and networks fail in many ways; or there is no image
+        raise BadImage(name, f"it cannot be read ({problem})") from problem
 
 
 def _misfit(name: str, problem: str) -> MissingData:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
-import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +35,8 @@ from safetensors.numpy import load, save
 from coda_prompt.console import Bar, messages
 from coda_prompt.data.folders import is_name
 from coda_prompt.data.images import SUFFIXES, read_image
-from coda_prompt.data.sources import FileSplit, Integers, Source, folder_source
-from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
+from coda_prompt.data.sources import Integers, Source
+from coda_prompt.errors import BadImage, CorruptFile, MissingData
 from coda_prompt.files import own_cache, write_atomically
 
 PREFIX = "shards:"
@@ -46,6 +44,8 @@ PARTS = ("train", "test")
 CLASSES, INDEX = "classes.txt", ".coda-index-{}.safetensors"
 READERS = 8
 """Shards whose headers are read at the same time: a network answers many as fast as one."""
+NOTE = "packing.json"
+"""Beside shards that are still being written."""
 LONGEST_LABEL = 1 << 16
 """Bytes of a .cls or .json file."""
 WANTED = (
@@ -164,6 +164,9 @@ def _part(place: str, part: str) -> tuple[list[str], Index]:
         states = [str(files.ukey(shard)) for shard in shards]
     except Exception as problem:  # disks and networks fail in many ways
         raise MissingData(place, f"it cannot be read ({problem})", WANTED) from problem
+    if any(path.endswith(f"/{NOTE}") for path in listed):
+        remedy = "Run that command again to its end."
+        raise MissingData(place, "'coda shards' has not written all of it", remedy)
     if not shards:
         raise MissingData(place, f"there is no {part}-*.tar", WANTED)
     names = [os.path.basename(shard) for shard in shards]
@@ -339,63 +342,3 @@ def _listed(place: str) -> tuple[str, ...] | None:
     if not names or not all(is_name(name) for name in names):
         raise CorruptFile(f"{place}/{CLASSES}", "is not one class name a line")
     return names
-
-
-# -- writing
-
-
-def write_shards(folder: str, out: Path, megabytes: int) -> list[Path]:
-    """Class folders, or train/ and test/ of them, as shards; files go in as they are."""
-    source = folder_source(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadOption("coda shards", "out", f"{out} is not empty; name another folder")
-    making = out.with_name(f".{out.name}.making")
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    written = []
-    with Bar(messages(), TimeRemainingColumn()) as bar:
-        for part, split in zip(PARTS, (source.train, source.test), strict=True):
-            assert isinstance(split, FileSplit)
-            line = bar.bar.add_task(f"writing {part}", total=len(split))
-            for number, (done, content) in enumerate(_tars(split, megabytes << 20)):
-                path = making / f"{part}-{number:06}.tar"
-                write_atomically(path, content)
-                written.append(out / path.name)
-                bar.bar.update(line, completed=done)
-    names = "".join(f"{name}\n" for name in source.class_names).encode()
-    write_atomically(making / CLASSES, names)
-    if out.exists():
-        out.rmdir()
-    making.replace(out)
-    return written
-
-
-def _tars(split: FileSplit, most: int) -> Iterator[tuple[int, bytes]]:
-    """Images so far, and the bytes of a shard with the last of them."""
-    labels = split.labels.tolist()
-    for first, end in _cut([os.path.getsize(path) for path in split.paths], most):
-        held = io.BytesIO()
-        with tarfile.open(fileobj=held, mode="w") as archive:
-            for number in range(first, end):
-                path = Path(split.paths[number])
-                _add(archive, f"{number:09}{path.suffix.lower()}", path.read_bytes())
-                _add(archive, f"{number:09}.cls", b"%d" % labels[number])
-        yield end, held.getvalue()
-
-
-def _cut(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """First and end of each shard; one image at least is in it."""
-    first, held = 0, 0
-    for number, size in enumerate(sizes):
-        if held and held + size > most:
-            yield first, number
-            first, held = number, 0
-        held += size
-    if sizes:
-        yield first, len(sizes)
-
-
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    archive.addfile(member, io.BytesIO(content))

@@ -1,0 +1,194 @@
+"""Class folders and hub datasets as tar shards, on a disk or behind an address.
+
+One shard after another is put together in memory and written; a note beside them says how far the
+work is, from which the same command goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import TimeRemainingColumn
+
+from coda_prompt.addresses import Address
+from coda_prompt.console import Bar, messages
+from coda_prompt.data.folders import is_name
+from coda_prompt.data.hub import PREFIX, HubStream, hub_streams
+from coda_prompt.data.shards import CLASSES, NOTE, PARTS
+from coda_prompt.data.sources import FileSplit, folder_source
+from coda_prompt.errors import BadOption, MissingData
+from coda_prompt.files import write_atomically
+
+Example = tuple[bytes, str, int]
+"""An image's file, the ending of its name, its class."""
+
+
+@dataclass(frozen=True)
+class Part:
+    examples: Callable[[int], Iterator[Example]]
+    """From a number on."""
+    total: int | None = None
+
+
+def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
+    """A folder of class folders (or train/ and test/ of them), or `hub:owner/name`; files go in as
+    they are. Gives the number of shards and of images."""
+    names, parts = _of_the_hub(data) if data.startswith(PREFIX) else _of_a_folder(data)
+    if strange := [name for name in names if not is_name(name)]:
+        raise MissingData(data, f"{strange[0]!r} is no name of a class", "Rename it.")
+    totals = {part: own.total for part, own in parts.items()}
+    told = {"data": data, "megabytes": megabytes, "classes": names, "images": totals}
+    place = _Behind(out) if "://" in out else _Folder(Path(out).expanduser().absolute())
+    done = _found(place, told)
+    with Bar(messages(), TimeRemainingColumn()) as bar:
+        for part, own in parts.items():
+            shards, images = done.get(part, (0, 0))
+            line = bar.bar.add_task(f"writing {part}", total=own.total, completed=images)
+            for group in _groups(own.examples(images), megabytes << 20):
+                place.put(f"{part}-{shards:06}.tar", _tar(group, images))
+                shards, images = shards + 1, images + len(group)
+                done[part] = (shards, images)
+                place.put(NOTE, json.dumps({**told, "done": done}).encode())
+                bar.bar.update(line, completed=images)
+            if not images:
+                raise MissingData(data, f"there is no image for {part}", "Point at other data.")
+    place.put(CLASSES, "".join(f"{name}\n" for name in names).encode())
+    place.finish()
+    return sum(shards for shards, _ in done.values()), sum(images for _, images in done.values())
+
+
+def _of_a_folder(data: str) -> tuple[Sequence[str], dict[str, Part]]:
+    source = folder_source(data)
+
+    def part(split: FileSplit) -> Part:
+        def examples(first: int) -> Iterator[Example]:
+            for number in range(first, len(split)):
+                path = Path(split.paths[number])
+                yield path.read_bytes(), path.suffix.lower(), int(split.labels[number])
+
+        return Part(examples, len(split))
+
+    assert isinstance(source.train, FileSplit)
+    assert isinstance(source.test, FileSplit)
+    return source.class_names, {"train": part(source.train), "test": part(source.test)}
+
+
+def _of_the_hub(data: str) -> tuple[Sequence[str], dict[str, Part]]:
+    names, streams = hub_streams(data.removeprefix(PREFIX))
+
+    def part(stream: HubStream) -> Part:
+        def examples(first: int) -> Iterator[Example]:
+            for content, label in stream.examples(first):
+                yield content, ".jpg" if content.startswith(b"\xff\xd8") else ".png", label
+
+        return Part(examples)
+
+    return names, dict(zip(PARTS, map(part, streams), strict=True))
+
+
+# -- where shards go
+
+
+class _Folder:
+    """They appear all at once, when all are there."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._making = out, out.with_name(f".{out.name}.making")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise _not_empty(str(out))
+        self._making.mkdir(parents=True, exist_ok=True)
+
+    def note(self) -> bytes | None:
+        held = self._making / NOTE
+        return held.read_bytes() if held.exists() else None
+
+    def clear(self) -> None:
+        for path in self._making.iterdir():
+            path.unlink()
+
+    def put(self, name: str, content: bytes) -> None:
+        write_atomically(self._making / name, content)
+
+    def finish(self) -> None:
+        (self._making / NOTE).unlink()
+        if self._out.exists():
+            self._out.rmdir()
+        self._making.replace(self._out)
+
+
+class _Behind:
+    """An address, where the note tells shards that are all there from those that are not yet."""
+
+    def __init__(self, out: str) -> None:
+        self._there = Address(out, "coda shards")
+
+    def note(self) -> bytes | None:
+        try:
+            held: bytes = self._there.ask("cat_file", f"{self._there.root}/{NOTE}")
+            return held
+        except FileNotFoundError:
+            return None
+
+    def clear(self) -> None:
+        root = self._there.root
+        if self._there.ask("exists", root) and self._there.ask("ls", root):
+            raise _not_empty(self._there.address)
+        self._there.ask("makedirs", root, True)
+
+    def put(self, name: str, content: bytes) -> None:
+        self._there.ask("pipe_file", f"{self._there.root}/{name}", content)
+
+    def finish(self) -> None:
+        self._there.ask("rm_file", f"{self._there.root}/{NOTE}")
+
+
+def _not_empty(out: str) -> BadOption:
+    return BadOption("coda shards", "out", f"{out} is not empty; name another place")
+
+
+def _found(place: _Folder | _Behind, told: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Shards and images of each part that are there from an earlier try with the same words."""
+    try:
+        held = json.loads(place.note() or b"{}")
+        done = {part: (int(own[0]), int(own[1])) for part, own in held.pop("done").items()}
+        if held == json.loads(json.dumps(told)):
+            return done
+    except (ValueError, TypeError, LookupError, AttributeError):
+        pass
+    place.clear()
+    return {}
+
+
+# -- shards
+
+
+def _groups(examples: Iterable[Example], most: int) -> Iterator[list[Example]]:
+    """What goes into one shard: no more bytes than that, but one image at least."""
+    group: list[Example] = []
+    held = 0
+    for example in examples:
+        size = len(example[0])
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(example)
+        held += size
+    if group:
+        yield group
+
+
+def _tar(group: Sequence[Example], first: int) -> bytes:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as archive:
+        for number, (content, ending, label) in enumerate(group, first):
+            for name, own in ((ending, content), (".cls", b"%d" % label)):
+                member = tarfile.TarInfo(f"{number:09}{name}")
+                member.size = len(own)
+                archive.addfile(member, io.BytesIO(own))
+    return held.getvalue()

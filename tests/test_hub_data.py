@@ -1,0 +1,324 @@
+"""Datasets of the hub, by the real package, from files and from a hub on the loopback interface."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import fsspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from coda_prompt.bench.config import load_benchmark
+from coda_prompt.bench.inputs import load_source
+from coda_prompt.data import hub, packing
+from coda_prompt.data.hub import hub_part, hub_source, hub_streams
+from coda_prompt.data.packing import pack
+from coda_prompt.data.shards import shard_source
+from coda_prompt.data.sources import Source
+from coda_prompt.errors import BadImage, BadOption, MissingData, MissingExtra
+
+SIZES = {"train": 7, "test": 3}
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def file(shade: int, kind: str = "PNG") -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(np.full((8, 8), shade, np.uint8)).save(held, kind)
+    return held.getvalue()
+
+
+def write(folder: Path, **parts: dict[str, list[Any]]) -> Path:
+    """As the hub keeps them: a Parquet file for each part, with an image and two class columns."""
+    import datasets
+
+    features = datasets.Features(
+        {
+            "img": datasets.Image(),
+            "coarse": datasets.ClassLabel(names=["x"]),
+            "fine": datasets.ClassLabel(names=["a", "b"]),
+        }
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, columns in parts.items():
+        held = {"coarse": [0] * len(columns["fine"]), **columns}
+        rows = datasets.Dataset.from_dict(held, features=features)
+        rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
+    return folder
+
+
+def part(count: int, first: int = 0) -> dict[str, list[Any]]:
+    kinds = ["PNG", "JPEG"]
+    images = [{"bytes": file(first + 10 * n, kinds[n % 2]), "path": None} for n in range(count)]
+    return {"img": images, "fine": [n % 2 for n in range(count)]}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    return write(folder, **{name: part(count, 5) for name, count in SIZES.items()})
+
+
+def test_a_dataset_is_read_by_its_finest_classes(dataset: Path) -> None:
+    source = load_source(load_benchmark("pocket", [f"source=hub:{dataset}", "classes=2"]))
+    assert source.class_names == ("a", "b")
+    assert source.train.labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert [source.train.image(n).getpixel((0, 0)) for n in (0, 2)] == [5, 25]
+    assert len(source.test) == 3
+    assert len(source.fingerprint()) == 64
+
+
+def test_what_a_dataset_lacks_is_said(tmp_path: Path) -> None:
+    train = part(2)
+    only = write(tmp_path / "only", train=train)
+    with pytest.raises(MissingData, match="not both splits train and test"):
+        hub_source(str(only))
+    with pytest.raises(MissingData, match=r"no split test \(but train\)"):
+        hub_part(str(only), "test")
+    validated = write(tmp_path / "validated", train=train, validation=part(1))
+    assert len(hub_source(str(validated)).test) == 1
+    broken = {"img": [{"bytes": b"no image", "path": None}, train["img"][1]], "fine": [0, 1]}
+    source = hub_source(str(write(tmp_path / "broken", train=train, test=broken)))
+    with pytest.raises(BadImage, match=r"broken/test\[0\]"):
+        source.test.image(0)
+    with pytest.raises(MissingData, match=r"hub:owner/other: .*Check its name"):
+        hub_source("owner/other")
+    import datasets
+
+    words = tmp_path / "words"
+    words.mkdir()
+    for name in SIZES:
+        datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(words / f"{name}-0-of-1.parquet")
+    for read in (hub_source, hub_streams):
+        with pytest.raises(MissingData, match="an image and a class column"):
+            read(str(words))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'coda-prompt\[datasets\]'"):
+        hub_source("owner/name")
+
+
+# -- packed into shards as it comes
+
+
+def assert_same(found: Source, expected: Source) -> None:
+    assert found.class_names == expected.class_names
+    for mine, other in ((found.train, expected.train), (found.test, expected.test)):
+        assert mine.labels.tolist() == other.labels.tolist()
+        for number in range(len(other)):
+            assert np.array_equal(np.asarray(mine.image(number)), np.asarray(other.image(number)))
+
+
+def small_shards(patched: pytest.MonkeyPatch) -> None:
+    grouped = packing._groups
+    patched.setattr(packing, "_groups", lambda examples, _: grouped(examples, 1_000))
+
+
+def test_shards_of_a_dataset_are_that_dataset(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+    shards, images = pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
+    assert (shards > 2, images) == (True, 10)
+    assert not list(tmp_path.rglob("*.arrow")), "nothing is kept on the disk"
+    assert_same(shard_source(str(tmp_path / "out")), hub_source(str(dataset)))
+
+
+@pytest.mark.parametrize("out", ["folder", "memory://shards-of-the-hub"])
+def test_packing_goes_on_after_a_stop(
+    out: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+    place = out if "://" in out else str(tmp_path / out)
+    pack(f"hub:{dataset}", str(tmp_path / "whole"), 1)
+    packed, written = packing._tar, []
+
+    def stopped(group: Any, first: int) -> bytes:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(first)
+        return packed(group, first)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "_tar", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pack(f"hub:{dataset}", place, 1)
+    with pytest.raises(MissingData):
+        shard_source(place)
+    started: list[int] = []
+    skipped = hub.HubStream.examples
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            hub.HubStream,
+            "examples",
+            lambda self, first: (started.append(first), skipped(self, first))[1],
+        )
+        pack(f"hub:{dataset}", place, 1)
+    assert started[0] > written[1] > 0
+    files, root = fsspec.core.url_to_fs(place)
+    for name in os.listdir(tmp_path / "whole"):
+        whole = (tmp_path / "whole" / name).read_bytes()
+        assert files.cat_file(f"{root}/{name}") == whole, name
+    names = {os.path.basename(path) for path in files.ls(root, detail=False)}
+    assert names == set(os.listdir(tmp_path / "whole"))
+    with pytest.raises(BadOption, match="is not empty"):
+        pack(f"hub:{dataset}", place, 1)
+
+
+def test_another_try_with_other_words_begins_anew(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+
+    def full(_: object) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing._Folder, "finish", full)
+        with pytest.raises(OSError, match="full"):
+            pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
+    shutil.copytree(dataset, tmp_path / "other")
+    write(tmp_path / "other", train=part(4, 50))
+    pack(f"hub:{tmp_path / 'other'}", str(tmp_path / "out"), 1)
+    assert_same(shard_source(str(tmp_path / "out")), hub_source(str(tmp_path / "other")))
+
+
+def test_images_without_a_class_are_refused(tmp_path: Path) -> None:
+    unknown = write(tmp_path / "unknown", train=part(2), test={**part(1), "fine": [-1]})
+    with pytest.raises(MissingData, match=r"unknown/test.*image 0 has no class"):
+        pack(f"hub:{unknown}", str(tmp_path / "out"), 1)
+
+
+# -- from a hub
+
+
+@pytest.fixture
+def endpoint(dataset: Path, tmp_path: Path) -> Iterator[str]:
+    """Two repositories: the dataset's Parquet files, and tar shards of it."""
+    pack(f"hub:{dataset}", str(tmp_path / "shards"), 1)
+    folders = {"owner/rows": dataset, "owner/shards": tmp_path / "shards"}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            name = next((name for name in folders if f"datasets/{name}" in path), None)
+            if name is None:
+                self.send(404, {"X-Error-Code": "RepoNotFound"}, b"")
+                return
+            files = {own.name: own for own in folders[name].iterdir() if own.name[0] != "."}
+            if "/resolve/" in path:
+                self.give(files, path.rpartition("/")[2])
+            elif "/tree/" in path:
+                self.tell([self.described(own) for own in files.values()])
+            else:
+                siblings = [{"rfilename": own} for own in files]
+                self.tell({"id": name, "sha": "1" * 40, "siblings": siblings, "private": False,
+                           "disabled": False, "gated": False, "downloads": 0, "likes": 0,
+                           "tags": []})  # fmt: skip
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            name = next(name for name in folders if f"datasets/{name}" in self.path)
+            held = [folders[name] / own for own in asked["paths"]]
+            self.tell([self.described(own) for own in held if own.is_file()])
+
+        @staticmethod
+        def described(own: Path) -> dict[str, Any]:
+            size = own.stat().st_size
+            return {"type": "file", "path": own.name, "size": size, "oid": str(size)}
+
+        def give(self, files: dict[str, Path], name: str) -> None:
+            if name not in files:
+                self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
+                return
+            content, status = files[name].read_bytes(), 200
+            headers = {"ETag": f'"{name}"', "X-Repo-Commit": "1" * 40, "Accept-Ranges": "bytes"}
+            if asked := self.headers.get("Range"):
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                end = min(int(last or len(content)) + 1, len(content))
+                headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+                content, status = content[int(first) : end], 206
+            self.send(status, headers, content)
+
+        def tell(self, answer: object) -> None:
+            content = json.dumps(answer).encode()
+            self.send(200, {"Content-Type": "application/json"}, content)
+
+        def send(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+TOLD = """
+import sys, hashlib
+from coda_prompt.bench.inputs import load_source
+from coda_prompt.bench.config import load_benchmark
+from coda_prompt.data.packing import pack
+*packing, source = sys.argv[1:]
+if packing:
+    pack(*packing, 1)
+found = load_source(load_benchmark("pocket", [f"source={source}", "classes=2"]))
+for split in (found.train, found.test):
+    print(split.labels.tolist(), *(int(split.image(n).getpixel((0, 0))) for n in range(len(split))))
+"""
+
+
+def test_datasets_and_shards_are_read_from_a_hub(
+    endpoint: str, dataset: Path, tmp_path: Path
+) -> None:
+    def told(*arguments: str) -> str:
+        own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1",
+               "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+        finished = subprocess.run(
+            [sys.executable, "-c", TOLD, *arguments],
+            capture_output=True, text=True, timeout=120, env={**os.environ, **own},
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
+
+    expected = told(f"hub:{dataset}")
+    assert told("shards:hf://datasets/owner/shards") == expected
+    assert told("hub:owner/rows") == expected
+    packed = tmp_path / "packed"
+    assert told("hub:owner/rows", str(packed), f"shards:{packed}") == expected
