@@ -27,6 +27,7 @@ class BenchProgress(Bar):
         super().__init__(console, last, self._table if len(runs) > 1 else None)
         self._console = console
         self._runs, self._done = list(runs), 0
+        self._swept = any(run.point is not None for run in runs)
         self._going: dict[Path, str] = {}
         """What is going on, by folder."""
         self._weights = {run.folder: self._work(run) for run in runs}
@@ -68,18 +69,16 @@ class BenchProgress(Bar):
     def _table(self) -> Table:
         """The runs at work, and how many are done and waiting."""
         going = [run for run in self._runs if run.folder in self._going]
-        rows = [
-            [run.method, str(run.seed + 1), self._point(run), self._going[run.folder]]
-            for run in going[:MOST_SHOWN]
-        ]
+        rows = [[*self._name(run), self._going[run.folder]] for run in going[:MOST_SHOWN]]
         waiting = len(self._runs) - self._done - len(going)
-        shown = table(["method", "trial", "at", "going on"], rows)
+        head = ["method", "trial", "at"][: 2 + self._swept]
+        shown = table([*head, "going on"], rows)
         shown.caption = f"{self._done} done, {len(going)} going on, {waiting} waiting"
         return shown
 
-    @staticmethod
-    def _point(run: Run) -> str:
-        return "" if run.point is None else f"{run.point.field} = {run.point.value}"
+    def _name(self, run: Run) -> list[str]:
+        at = [] if run.point is None else [f"{run.point.field} = {run.point.value}"]
+        return [run.method, str(run.seed + 1), *(at or [""] * self._swept)]
 
     def _completed(self) -> float:
         return sum(self._weights[folder] * share for folder, share in self._shares.items())

@@ -1,0 +1,65 @@
+"""What a person sees while runs go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coda_prompt.bench.config import load_benchmark
+from coda_prompt.bench.progress import BenchProgress
+from coda_prompt.bench.runner import Point, Run, runs_of
+from coda_prompt.training.settings import Event
+
+
+def shown(runs: list[Run], *, terminal: bool) -> tuple[BenchProgress, Console, io.StringIO]:
+    held = io.StringIO()
+    console = Console(file=held, force_terminal=terminal, width=100)
+    return BenchProgress(runs, console), console, held
+
+
+def four_runs(folder: Path) -> list[Run]:
+    benchmark = load_benchmark("pocket", ["trials=2", "training.epochs=4"])
+    return runs_of(benchmark, ["coda-p", "ncm"], folder)
+
+
+def test_a_table_shows_all_runs_at_work(tmp_path: Path) -> None:
+    runs = four_runs(tmp_path)
+    progress, console, held = shown(runs, terminal=True)
+    progress.on_event(runs[0], Event("evaluation", 0, 5, accuracies=(0.5,)))
+    progress.on_event(runs[0], Event("step", 1, 5, epoch=1, epochs=4, step=50, steps=100))
+    progress.on_event(runs[1], Event("task", 0, 5))
+    console.print(progress._table())
+    lines = held.getvalue().splitlines()
+    assert any("coda-p" in line and "task 2/5, epoch 2/4, 50.0 % so far" in line for line in lines)
+    assert any("ncm" in line and "task 1/5" in line for line in lines)
+    assert " at " not in held.getvalue()
+    assert "0 done, 2 going on, 2 waiting" in held.getvalue()
+    assert progress._completed() == pytest.approx(4 * (1 + 1.5 / 4) / 5)
+    progress.finished(runs[1])
+    console.print(progress._table())
+    assert "1 done, 1 going on, 2 waiting" in held.getvalue()
+
+
+def test_a_sweep_names_the_point_of_each_run(tmp_path: Path) -> None:
+    point = Point("length", "prompt length", "length", 8)
+    runs = [dataclasses.replace(run, point=point) for run in four_runs(tmp_path)]
+    progress, console, held = shown(runs, terminal=True)
+    progress.on_event(runs[0], Event("task", 0, 5))
+    console.print(progress._table())
+    assert "length = 8" in held.getvalue()
+
+
+def test_without_a_terminal_each_task_is_a_line(tmp_path: Path) -> None:
+    runs = four_runs(tmp_path)
+    progress, _, held = shown(runs, terminal=False)
+    with progress:
+        progress.on_event(runs[0], Event("step", 0, 5, epoch=0, epochs=4, step=1, steps=100))
+        assert held.getvalue() == ""
+        progress.on_event(runs[0], Event("evaluation", 0, 5, accuracies=(0.25, 0.75)))
+    (line,) = held.getvalue().strip().splitlines()
+    assert line.startswith("coda-p, trial 1, task 1/5: 50.0 % over all classes so far, ")
+    assert line.endswith(" left")
