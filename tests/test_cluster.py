@@ -140,12 +140,25 @@ def test_runs_behind_an_address(
     assert list(there.rglob("accuracy.png"))
 
 
-def test_addresses_that_cannot_be(tiny: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_asked_for(tiny: Path, tmp_path: Path) -> None:
     for more, words in (
         (("--executor", "ray", "--address", "127.0.0.1:1"), "nothing answers"),
+        (("--executor", "ray", "--address", "127.0.0.1:99999999"), "nothing answers"),
+        (("--executor", "ray", "--jobs", "2"), "as many runs at a time as fit"),
+        (("--executor", "ray", "--devices", "2"), "one device each"),
+        (("--address", "127.0.0.1:1"), "add --executor ray"),
+        (("--gpus", "1"), "add --executor ray"),
+        (("--cpus", "1"), "add --executor ray"),
+        (("--strategy", "fsdp"), "more than one device"),
         (("--out", "memory://x", "--jobs", "2"), "memory is not shared"),
         (("--out", "no-such-protocol://x"), "no address that can be used"),
     ):
         finished = coda("bench", *micro(tiny, tmp_path), *more)
         assert finished.returncode == 2, finished.stderr
         assert words in finished.stderr
+    finished = coda(
+        "bench", *micro(tiny, tmp_path), "--executor", "ray",
+        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
+    )  # fmt: skip
+    assert finished.returncode == 2
+    assert "nothing answers at 127.0.0.1:1" in finished.stderr

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from processes import ENVIRONMENT, PLAIN, TORCHRUN, run, started, wait_for_checkpoint
 from safetensors.torch import load_file
+from small import coda
 from test_keeping import comparable
 from torch.testing import assert_close
 
@@ -24,10 +25,15 @@ from coda_prompt.training.devices import Devices
 
 
 def bench(tiny: Path, out: Path, *more: str) -> list[str]:
-    """Five images a step: shares of three and two, and of one and one at the end of an epoch."""
-    settings = ("--set", "training.batch_size=5", "--set", "training.epochs=2")
-    given = ("--trials", "1", "--precision", "64-true", "--keep", "--json")
-    return ["bench", str(tiny), "--out", str(out), *settings, *given, *more]
+    """Processes have unequally many images, parts of a batch, and queries they know already.
+
+    Five images a step are shares of three and two, in parts of two; 9 test images of 5 and 4.
+    """
+    settings = ("stream.tasks=2", "training.batch_size=5", "training.micro_batch=2",
+                "training.epochs=2", "training.views=1")  # fmt: skip
+    given = [part for setting in settings for part in ("--set", setting)]
+    given += ["--trials", "1", "--precision", "64-true", "--keep", "--json"]
+    return ["bench", str(tiny), "--out", str(out), *given, *more]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,7 @@ def test_two_processes_learn_what_one_learns(
     finished = run(*start, *bench(tiny, tmp_path, *more))
     assert finished.returncode == 0, finished.stderr
     assert len(json.loads(finished.stdout)["rows"]) == rows, "one process speaks"
+    assert "Warning" not in finished.stderr
     assert_same_training(tmp_path, alone, rows)
     told = json.loads(next(tmp_path.rglob("environment.json")).read_text())
     assert told["processes"] == 2
@@ -252,7 +259,11 @@ def test_what_cannot_be_asked_for(
     assert finished.returncode == 2
     assert "one device each" in finished.stderr
     with pytest.raises(BadOption, match="more than one device"):
-        Devices(strategy="fsdp").fabric()
+        Devices(strategy="fsdp")
+    finished = coda(*bench(tiny, tmp_path / "spread", "--devices", "2", "--strategy", "fsdp"))
+    assert finished.returncode == 2
+    assert "upper-bound trains the backbone" in finished.stderr
+    assert not list(tmp_path.rglob("events.jsonl")), "nothing has begun"
     for key, value in (("LOCAL_WORLD_SIZE", "2"), ("WORLD_SIZE", "4"), ("RANK", "0")):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")

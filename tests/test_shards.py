@@ -262,6 +262,30 @@ def test_a_damaged_end_is_not_the_end(folder: Path, tmp_path: Path) -> None:
             shard_source(str(tmp_path))
 
 
+@pytest.mark.parametrize("size", ["99999999999999999999", "-512", "100000"])
+def test_sizes_that_cannot_be(size: str, folder: Path, tmp_path: Path) -> None:
+    image = an_image(folder)
+    both(tmp_path, {"cat/0.png": image})
+    with tarfile.open(tmp_path / "test-0.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("cat/0.png")
+        member.size, member.pax_headers = len(image), {"size": size}
+        archive.addfile(member, io.BytesIO(image))
+    with pytest.raises(CorruptFile, match=r"test|shards"):
+        shard_source(str(tmp_path))
+
+
+def test_an_image_with_holes(folder: Path, tmp_path: Path) -> None:
+    both(tmp_path, {"cat/0.png": an_image(folder)})
+    header = bytearray((tmp_path / "test-0.tar").read_bytes())
+    header[156:157] = tarfile.GNUTYPE_SPARSE
+    header[257:265] = b"ustar  \0"
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header[:512])
+    (tmp_path / "test-0.tar").write_bytes(header)
+    with pytest.raises(CorruptFile, match="has holes"):
+        shard_source(str(tmp_path))
+
+
 def test_another_shard_of_the_same_size_is_noticed(folder: Path, tmp_path: Path) -> None:
     image = an_image(folder)
     both(tmp_path, {"0.png": image, "0.cls": b"cat", "1.png": image, "1.cls": b"dog"})
@@ -294,9 +318,10 @@ def test_names_and_labels_as_people_write_them(folder: Path, tmp_path: Path) -> 
     both(tmp_path, {"0.png": image, "0.jpg": image, "0.cls": b"1"})
     with pytest.raises(CorruptFile, match="several images of '0'"):
         shard_source(str(tmp_path))
-    both(tmp_path, {"0.png": image, "0.json": b'{"label": null}'})
-    with pytest.raises(CorruptFile, match="does not say"):
-        shard_source(str(tmp_path))
+    for none in (b"null", b"true", b"false", b"1.5"):
+        both(tmp_path, {"0.png": image, "0.json": b'{"label": %s}' % none})
+        with pytest.raises(CorruptFile, match="does not say"):
+            shard_source(str(tmp_path))
 
 
 def test_an_index_of_a_stranger(packed: Path) -> None:

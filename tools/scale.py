@@ -147,7 +147,7 @@ class Machine:
             each += net.forward - net.shared
             moved += net.moved
         own = images / devices
-        once = net.component_bytes(components) if components > 1000 else 0.0
+        once = net.component_bytes(components)
         return self.seconds(own * each, own * moved + once) + self.exchange(net, devices)
 
     def exchange(self, net: Net, devices: int, classes: int = 10, per_task: int = 10) -> float:

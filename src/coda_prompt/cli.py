@@ -15,7 +15,7 @@ from rich.table import Table
 
 from coda_prompt import __version__
 from coda_prompt.console import visible
-from coda_prompt.errors import CodaError
+from coda_prompt.errors import BadOption, CodaError
 
 if TYPE_CHECKING:
     from coda_prompt.bench.cluster import Cluster
@@ -73,8 +73,13 @@ Address = Annotated[
     str | None,
     typer.Option(help="Of a running Ray cluster; without: one of this machine alone is started."),
 ]
-Cpus = Annotated[float, typer.Option(min=0.1, help="Of each run on a Ray cluster.")]
-Gpus = Annotated[float, typer.Option(min=0, help="Of each run on a Ray cluster; 0.5: half a GPU.")]
+Cpus = Annotated[
+    float | None, typer.Option(min=0.1, help="Of each run on a Ray cluster; without: 1.")
+]
+Gpus = Annotated[
+    float | None,
+    typer.Option(min=0, help="Of each run on a Ray cluster; 0.5: half a GPU; without: none."),
+]
 Keep = Annotated[bool, typer.Option(help="Leave what was learned in the run folders, too.")]
 QueryMode = Literal["exact", "cached"]
 Queries = Annotated[
@@ -178,8 +183,8 @@ def bench(
     precision: Precision = None,
     executor: Executor = "local",
     address: Address = None,
-    cpus: Cpus = 1.0,
-    gpus: Gpus = 0.0,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
     validation: Annotated[
         bool, typer.Option(help="Test on a fifth of the training images instead.")
     ] = False,
@@ -242,8 +247,8 @@ def sweep(
     precision: Precision = None,
     executor: Executor = "local",
     address: Address = None,
-    cpus: Cpus = 1.0,
-    gpus: Gpus = 0.0,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
     tensorboard: TensorBoard = False,
     keep: Keep = False,
     dry_run: DryRun = False,
@@ -468,10 +473,19 @@ def _devices(
     return Devices(device, devices, nodes, strategy, precision or "32-true")
 
 
-def _cluster(executor: str, address: str | None, cpus: float, gpus: float) -> Cluster | None:
+def _cluster(
+    executor: str, address: str | None, cpus: float | None, gpus: float | None
+) -> Cluster | None:
     from coda_prompt.bench.cluster import Cluster
 
-    return Cluster(address, cpus, gpus) if executor == "ray" else None
+    given = {"address": address, "cpus": cpus, "gpus": gpus}
+    asked = {field: value for field, value in given.items() if value is not None}
+    if executor == "ray":
+        return Cluster(**asked)  # type: ignore[arg-type]
+    if asked:
+        problem = "it is of a Ray cluster; add --executor ray"
+        raise BadOption("coda bench", next(iter(asked)), problem)
+    return None
 
 
 def _about(error: OSError) -> str:

@@ -79,13 +79,14 @@ def _join(ray: Any, cluster: Cluster) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would call home
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     told: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if cluster.address is None and "RAY_ADDRESS" not in os.environ:
+    address = cluster.address or os.environ.get("RAY_ADDRESS", "")
+    if not address:
         told["include_dashboard"] = False
-    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:([0-9]{1,5})", cluster.address or ""):
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:([0-9]+)", address):
         try:  # Ray itself would try for minutes
             socket.create_connection((found[1], int(found[2])), timeout=5).close()
         except (OSError, OverflowError) as error:
-            problem = f"nothing answers at {cluster.address} ({error})"
+            problem = f"nothing answers at {address} ({error})"
             raise BadOption("coda bench", "address", problem) from error
     try:
         ray.init(cluster.address, **told)
@@ -102,7 +103,7 @@ def _join(ray: Any, cluster: Cluster) -> None:
 
 
 def _all(ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> Iterator[Run]:
-    board = ray.remote(num_cpus=0)(Board).remote()
+    board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Board).remote()
     task = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus, max_retries=RETRIES)(_task)
     threads = max(1, int(cluster.cpus))
     waiting = {}
@@ -114,7 +115,7 @@ def _all(ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> 
     with stop.heeded():
         while waiting and not stop():
             ended, _ = ray.wait(list(waiting), num_returns=1, timeout=PAUSE)
-            for number, event in ray.get(board.news.remote()):
+            for number, event in _result(ray, board.news.remote()):
                 on_event(runs[number], event)
             for reference in ended:
                 number = waiting.pop(reference)
@@ -122,15 +123,14 @@ def _all(ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> 
                     raise CodaError(problem)
                 yield runs[number]
         if waiting:
-            ray.get(board.stop.remote())
+            _result(ray, board.stop.remote())
             ray.wait(list(waiting), num_returns=len(waiting), timeout=LAST_STEP)
             raise Interrupted
 
 
-def _result(ray: Any, reference: Any) -> str | None:
+def _result(ray: Any, reference: Any) -> Any:
     try:
-        found: str | None = ray.get(reference)
-        return found
+        return ray.get(reference)
     except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError as error:
@@ -142,10 +142,14 @@ def _task(run: Run, number: int, board: Any, folder: str, threads: int) -> str |
     if os.path.isdir(folder):  # where relative paths are meant from, on a shared disk
         os.chdir(folder)
     torch.set_num_threads(threads)
+    ray: Any = importlib.import_module("ray")
     stopping, last = threading.Event(), 0.0
 
-    def asked() -> bool:  # not by `ray.get`, for whose while Ray gives the CPU to another run
-        return bool(board.stopping.remote().future().result())
+    def asked() -> bool:
+        try:  # not by `ray.get`, for whose while Ray gives the CPU to another run
+            return bool(board.stopping.remote().future().result())
+        except ray.exceptions.RayError:  # the board is lost with its machine and comes again
+            return False
 
     def listen() -> None:
         while not stopping.is_set():

@@ -21,7 +21,8 @@ from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.console import messages, output, print_json
 from coda_prompt.errors import BadOption, RunBusy
 from coda_prompt.files import exclusive
-from coda_prompt.training.devices import Devices
+from coda_prompt.methods import find
+from coda_prompt.training.devices import Devices, check_spreadable
 
 SAVED = "benchmark.json"
 """The resolved benchmark beside its runs; `coda bench` takes it as it takes a preset."""
@@ -46,6 +47,9 @@ class Manner:
         if self.devices.several and (self.jobs > 1 or self.cluster is not None):
             problem = "runs at a time have one device each; leave one of the two out"
             raise BadOption("coda bench", "devices", problem)
+        if self.jobs > 1 and self.cluster is not None:
+            problem = "a Ray cluster has as many runs at a time as fit; leave it out"
+            raise BadOption("coda bench", "jobs", problem)
         if self.devices.several and self.home is not None:
             problem = "processes that share a run need a folder that all of them see"
             raise BadOption("coda bench", "out", problem)
@@ -168,6 +172,9 @@ def _run_here(
         for run in runs
     ]
     todo = [run for run in runs if not run.finished()]
+    if manner.devices.strategy == "fsdp":
+        for run in todo:
+            check_spreadable(find(run.benchmark.method_of(run.method)).type, run.method)
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))

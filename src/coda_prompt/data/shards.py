@@ -177,6 +177,8 @@ def _part(place: str, part: str) -> tuple[list[str], Index]:
         if kept is not None and kept.valid(sizes):
             return shards, kept
     index = _made(files, shards, part)
+    if not index.valid(sizes):
+        raise CorruptFile(place, f"the shards of {part} name images that are not inside them")
     for home in homes:
         try:
             home.parent.mkdir(parents=True, exist_ok=True)
@@ -267,6 +269,8 @@ def _entries(files: Any, shard: str) -> Iterator[tuple[str, str, int, int]]:
                 key, ending = _parted(member.name)
                 if not member.isreg() or not key:
                     continue
+                if member.sparse is not None:
+                    raise CorruptFile(shard, f"'{member.name}' in it has holes; pack it anew")
                 if f".{ending.rpartition('.')[2]}" in SUFFIXES:
                     images.setdefault(key, []).append(member)
                 elif ending in ("cls", "json"):
@@ -276,7 +280,7 @@ def _entries(files: Any, shard: str) -> Iterator[tuple[str, str, int, int]]:
                 raise CorruptFile(shard, "is damaged or cut off")
             for key in images.keys() & notes.keys():
                 labels[key] = _label(archive, notes[key], shard)
-    except (tarfile.TarError, EOFError, OSError) as problem:
+    except (tarfile.TarError, EOFError, OSError, ValueError) as problem:
         raise CorruptFile(shard, f"cannot be read as a tar file ({problem})") from problem
     for key, members in images.items():
         if labels.get(key) and len(members) > 1:
@@ -307,7 +311,8 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, shard: str) -> str
             told = json.loads(text)
             fields = [field for field in ("label", "cls", "class") if field in told]
             label = told[fields[0]] if fields else None
-            text = str(label) if isinstance(label, str | int) and label is not True else ""
+            known = isinstance(label, str | int) and not isinstance(label, bool)
+            text = str(label) if known else ""
         return str(int(text)) if _is_number(text) else text
     except (ValueError, TypeError, RecursionError) as problem:
         raise CorruptFile(shard, f"'{member.name}' in it is not a label") from problem

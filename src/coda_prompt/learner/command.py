@@ -88,7 +88,7 @@ def learn(
         with Going(console) as going:
 
             def tell(event: Event) -> None:
-                heed(asked, event, fabric.world_size)
+                heed(asked, event)
                 going.on_event(event)
 
             learned = classifier.learn(

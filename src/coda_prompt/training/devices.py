@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,7 +91,10 @@ class Replicated(DDPStrategy):
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(broadcast_buffers=False, **settings)
+        known = inspect.signature(DistributedDataParallel).parameters
+        older = "forward_sync_buffers" not in known  # before torch 2.13
+        settings["broadcast_buffers" if older else "forward_sync_buffers"] = False
+        super().__init__(**settings)
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -107,19 +112,25 @@ class Spread(Replicated):
 
     def place(self, method: Method) -> None:
         super().place(method)
-        if not method.frozen_backbone:
-            problem = f"{method.name} trains the backbone that fsdp spreads; use ddp"
-            raise BadOption("the devices", "strategy", problem)
+        check_spreadable(type(method), method.name)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
         from torch.distributed.tensor import DTensor
 
         if any(isinstance(own, DTensor) for own in method.backbone.parameters()):
             return
+        # Of in-place changes to what a block gives: there is none.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         for block in method.backbone.blocks:
             fully_shard(block, mesh=mesh)
             register_fsdp_forward_method(block, "project")
+
+
+def check_spreadable(kind: type[Method], name: str) -> None:
+    if not kind.frozen_backbone:
+        problem = f"{name} trains the backbone that fsdp spreads; use ddp"
+        raise BadOption("the training", "strategy", problem)
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,10 @@ class Devices:
     nodes: int | None = None
     strategy: Strategy = "auto"
     precision: Precision = "32-true"
+
+    def __post_init__(self) -> None:
+        if self.strategy == "fsdp" and not self.several:
+            raise BadOption("the training", "strategy", "fsdp needs more than one device")
 
     @property
     def several(self) -> bool:
@@ -154,8 +169,6 @@ class Devices:
         if self.several:
             kind = Spread if self.strategy == "fsdp" else Replicated
             strategy = kind(cluster_environment=None if outside else LightningEnvironment())
-        elif self.strategy == "fsdp":
-            raise BadOption("the training", "strategy", "fsdp needs more than one device")
         try:
             return Fabric(
                 accelerator=self.accelerator,

@@ -30,7 +30,7 @@ from coda_prompt.errors import (
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.training.devices import Devices, Precision, Replicated
+from coda_prompt.training.devices import Devices, Precision, Replicated, Spread, agreed
 from coda_prompt.training.keeping import Going, Keeper
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
@@ -72,7 +72,7 @@ class Engine:
             )
         self.on_event = on_event
         memory = self.training.query_memory * 2**20
-        self.queries = Queries(self.training.queries, memory, self._query_table)
+        self.queries = Queries(self.training.queries, memory, self._query_table, self._in_any)
 
     # -- a stream
 
@@ -239,8 +239,9 @@ class Engine:
         processes; the penalty is the same everywhere and counts once.
         """
         processes = self.fabric.world_size
-        size = self.training.micro_batch or max(1, len(batch.labels))
-        starts = range(0, max(1, len(batch.labels)), size)
+        largest = self._largest_share(whole)
+        size = self.training.micro_batch or largest
+        starts = range(0, largest, size)
         value = torch.zeros((), device=self.fabric.device, dtype=self._dtype)
         for start in starts:
             part = batch.part(slice(start, start + size))
@@ -351,12 +352,20 @@ class Engine:
         return self._reduced(table, "sum")
 
     def _pass_over(self, samples: Samples) -> Iterable[Batch]:
-        """This process's share of all samples, un-augmented; an empty share is one empty batch."""
+        """This process's share of all samples, un-augmented, in as many batches as others have.
+
+        They talk to each other in every batch where the backbone is spread: some may be empty.
+        """
         share = range(self.fabric.global_rank, len(samples), self.fabric.world_size)
         size = self.training.micro_batch or self.training.batch_size
-        order = [list(share[first : first + size]) for first in range(0, len(share), size)]
-        loader = batches(samples, self.views, order or [[]], workers=self.training.workers)
+        starts = range(0, self._largest_share(len(samples)), size)
+        order = [list(share[first : first + size]) for first in starts]
+        loader = batches(samples, self.views, order, workers=self.training.workers)
         return (self._on_device(batch) for batch in loader)
+
+    def _largest_share(self, count: int) -> int:
+        """Of so many images, in any process; where there is none, one empty batch is made."""
+        return max(1, -(-count // self.fabric.world_size))
 
     def _reduced(self, tensor: Tensor, how: str) -> Tensor:
         """The sum or mean over processes."""
@@ -365,6 +374,12 @@ class Engine:
         reduced = self.fabric.all_reduce(tensor, reduce_op=how)
         assert isinstance(reduced, Tensor)
         return reduced
+
+    def _in_any(self, here: bool) -> bool:
+        """Whether it is so in any process, where all have to do the same."""
+        if not isinstance(self.fabric.strategy, Spread):
+            return here
+        return agreed(self.fabric, lambda: here)()
 
     @property
     def _dtype(self) -> torch.dtype:

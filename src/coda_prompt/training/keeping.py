@@ -370,11 +370,7 @@ def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def heed(stop: Callable[[], bool], event: Event, processes: int) -> None:
-    """Stop between two steps, where asked to; within a training the keeper does, after keeping.
-
-    Several processes ask together, so not in passes, of which they do not have equally many.
-    """
-    kinds = ("task", "evaluation", "pass") if processes == 1 else ("task", "evaluation")
-    if event.kind in kinds and stop():
+def heed(stop: Callable[[], bool], event: Event) -> None:
+    """Stop between two steps, where asked to; within a training the keeper does, after keeping."""
+    if event.kind in ("task", "evaluation", "pass") and stop():
         raise Interrupted

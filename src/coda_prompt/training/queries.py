@@ -28,10 +28,17 @@ class Queries:
     views, are remembered in both modes.
     """
 
-    def __init__(self, mode: QueryMode, memory: int, compute: Compute) -> None:
-        """`memory`: bytes of queries held in memory; more go to temporary files."""
+    def __init__(
+        self,
+        mode: QueryMode,
+        memory: int,
+        compute: Compute,
+        in_any: Callable[[bool], bool] = lambda here: here,
+    ) -> None:
+        """`memory`: bytes of queries held in memory; more go to temporary files. `in_any`: whether
+        something is so in any process that has to make the same passes."""
         self.mode, self.memory = mode, memory
-        self._compute = compute
+        self._compute, self._in_any = compute, in_any
         self._tables: dict[tuple[int, int, int], tuple[Samples, ViT, QueryTable]] = {}
 
     def see(self, method: Method, batch: Batch, samples: Samples) -> tuple[Images, Tensor | None]:
@@ -44,7 +51,7 @@ class Queries:
             view = TEST_VIEW
             self._complete(method, samples)
         table = None if view is None else self._table(method, samples, view)
-        if table is not None and table.holds(batch.positions):
+        if table is not None and not self._in_any(not table.holds(batch.positions)):
             return batch.images, table.rows(batch.positions, method)
         images = method.opened(batch.images)
         queries = method.queries(images)
