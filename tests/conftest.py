@@ -23,6 +23,15 @@ from coda_prompt.pixels import Pixels
 GOLDEN = Path(__file__).parent / "golden"
 
 
+LONGEST = ("devices", "serve", "models", "cluster", "keeping", "page", "learner_shell", "contract")
+"""Files that take longest: they come first, so that no worker is left with one in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Tiny networks are fastest on one thread, and results do not depend on the machine."""

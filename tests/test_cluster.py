@@ -17,8 +17,12 @@ import pytest
 from processes import ENVIRONMENT, PLAIN, run, started, wait_for_checkpoint
 from small import coda
 from test_keeping import comparable, micro
+from typer.testing import CliRunner
 
-MORE = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=20")
+from coda_prompt.cli import app
+from coda_prompt.errors import BadOption
+
+MORE = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=16")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,7 @@ def test_a_running_cluster_is_joined_and_its_runs_are_stopped_and_gone_on_with(
 
 
 def report(runs: Path) -> dict[str, Any]:
-    finished = run(*PLAIN, "report", str(runs), "-o", str(runs / "report"), "--json")
+    finished = coda("report", str(runs), "-o", str(runs / "report"), "--json")
     assert finished.returncode == 0, finished.stderr
     parts: dict[str, Any] = json.loads(finished.stdout)["parts"]
     for rows in parts.values():
@@ -140,10 +144,12 @@ def test_runs_behind_an_address(
     assert list(there.rglob("accuracy.png"))
 
 
-def test_what_cannot_be_asked_for(tiny: Path, tmp_path: Path) -> None:
-    for more, words in (
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
         (("--executor", "ray", "--address", "127.0.0.1:1"), "nothing answers"),
         (("--executor", "ray", "--address", "127.0.0.1:99999999"), "nothing answers"),
+        (("--executor", "ray"), "nothing answers at 127.0.0.1:2"),
         (("--executor", "ray", "--jobs", "2"), "as many runs at a time as fit"),
         (("--executor", "ray", "--devices", "2"), "one device each"),
         (("--address", "127.0.0.1:1"), "add --executor ray"),
@@ -152,13 +158,14 @@ def test_what_cannot_be_asked_for(tiny: Path, tmp_path: Path) -> None:
         (("--strategy", "fsdp"), "more than one device"),
         (("--out", "memory://x", "--jobs", "2"), "memory is not shared"),
         (("--out", "no-such-protocol://x"), "no address that can be used"),
-    ):
-        finished = coda("bench", *micro(tiny, tmp_path), *more)
-        assert finished.returncode == 2, finished.stderr
-        assert words in finished.stderr
-    finished = coda(
-        "bench", *micro(tiny, tmp_path), "--executor", "ray",
-        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
-    )  # fmt: skip
-    assert finished.returncode == 2
-    assert "nothing answers at 127.0.0.1:1" in finished.stderr
+    ],
+)
+def test_what_cannot_be_asked_for(
+    more: tuple[str, ...], words: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:2")
+    ended = CliRunner().invoke(app, ["bench", *micro(tiny, tmp_path), *more])
+    assert isinstance(ended.exception, BadOption)
+    assert words in str(ended.exception)

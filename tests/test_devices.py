@@ -184,7 +184,7 @@ def test_an_evaluation_counts_every_image_once(tmp_path: Path) -> None:
     assert counted == [[0], [0, 1], list(range(7))]
 
 
-LONGER = ("--devices", "2", "--set", "training.epochs=30", "--methods", "coda-p")
+LONGER = ("--devices", "2", "--set", "training.epochs=16", "--methods", "coda-p")
 
 
 @pytest.fixture(scope="module")
