@@ -27,7 +27,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from coda_prompt import __version__
+from coda_prompt import __version__, cli, stopping
+from coda_prompt.data import packing
 from coda_prompt.methods import METHODS
 
 
@@ -29,6 +32,39 @@ def test_help_does_not_load_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["0", "False"]
+
+
+def test_ctrl_c_before_the_work_is_told_in_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packing, "pack", stopped)
+    monkeypatch.setattr(sys, "argv", ["coda", "shards", "photos", "shards"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "coda: Interrupted.\n"
+
+
+@pytest.mark.parametrize("following", [False, True])
+def test_asked_twice_a_process_ends_unless_another_one_ends_it(
+    following: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(stopping, "_following", held)
+    if following:
+        held.set()
+    stop = stopping.Stop()
+    with stop.heeded():
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        if following:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
 
 
 def test_methods_as_json_are_all_there_with_their_options() -> None:

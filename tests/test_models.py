@@ -478,7 +478,7 @@ def test_one_writer_at_a_time(tmp_path: Path, drawing_folders: Path) -> None:
 SLOWLY = [pytest.param(moment / 30, marks=pytest.mark.slow) for moment in range(30)]
 
 
-@pytest.mark.parametrize("moment", [0.3, 0.7, "saving", *SLOWLY])
+@pytest.mark.parametrize("moment", [0.7, "saving", *SLOWLY])
 def test_a_killed_learn_leaves_one_whole_version(
     moment: float | str, tmp_path: Path, drawing_folders: Path
 ) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from coda_prompt import __version__
 from coda_prompt.console import visible
-from coda_prompt.errors import BadOption, CodaError
+from coda_prompt.errors import BadOption, CodaError, Interrupted
 
 if TYPE_CHECKING:
     from coda_prompt.bench.cluster import Cluster
@@ -514,6 +514,8 @@ def main() -> None:
             raise
         typer.echo(f"coda: {visible(_about(error))}", err=True)
         sys.exit(CodaError.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("coda: interrupted", err=True)
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != Interrupted.exit_code:
+            raise
+        typer.echo("coda: Interrupted.", err=True)
+        sys.exit(Interrupted.exit_code)

@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+_following = threading.Event()
+"""Whether this process was started for another one, with which it ends."""
+
 
 class Stop:
     """Whether the user has asked to stop; asked twice, the program ends where it is."""
@@ -27,7 +30,7 @@ class Stop:
             yield
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and not _following.is_set():
             raise KeyboardInterrupt
         self.asked = True
 
@@ -57,6 +60,7 @@ def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
 def end_with(parent: int | None, code: int) -> None:
     """Started for another process, this one does not outlive it: one that was killed cannot see to
     that itself."""
+    _following.set()
 
     def watch() -> None:
         while os.getppid() == parent:
