@@ -19,14 +19,16 @@ import fsspec
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source
+from coda_prompt.cli import app
 from coda_prompt.data import hub, packing
 from coda_prompt.data.hub import hub_part, hub_source, hub_streams
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
-from coda_prompt.data.sources import Source
+from coda_prompt.data.sources import Source, folder_source
 from coda_prompt.errors import BadImage, BadOption, MissingData, MissingExtra
 
 SIZES = {"train": 7, "test": 3}
@@ -202,6 +204,90 @@ def test_another_try_with_other_words_begins_anew(
     write(tmp_path / "other", train=part(4, 50))
     pack(f"hub:{tmp_path / 'other'}", str(tmp_path / "out"), 1)
     assert_same(shard_source(str(tmp_path / "out")), hub_source(str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("note", [None, b"", b'{"data": "hu', b"[1]"])
+def test_packing_to_an_address_goes_on_after_any_stop(
+    note: bytes | None, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first shard; or in the midst of a note."""
+    small_shards(monkeypatch)
+    out = tmp_path / "out"
+    stopped_after(0, monkeypatch, f"hub:{dataset}", f"file://{out}")
+    if note is not None:
+        (out / "train-000099.tar").write_bytes(b"of an earlier try")
+        (out / "packing.json").write_bytes(note)
+    pack(f"hub:{dataset}", f"file://{out}", 1)
+    assert_same(shard_source(str(out)), hub_source(str(dataset)))
+
+
+def stopped_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) -> None:
+    packed, written = packing._tar, []
+
+    def stopped(group: Any, first: int) -> bytes:
+        if len(written) == count:
+            raise KeyboardInterrupt
+        written.append(first)
+        return packed(group, first)
+
+    with patched.context() as inner:
+        inner.setattr(packing, "_tar", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pack(data, out, 1)
+
+
+def test_another_folder_is_not_gone_on_with(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+    shutil.copytree(tiny.parent / "data", tmp_path / "data")
+    stopped_after(2, monkeypatch, str(tmp_path / "data"), str(tmp_path / "out"))
+    (tmp_path / "data/train/a/5.png").rename(tmp_path / "data/train/a/00.png")
+    pack(str(tmp_path / "data"), str(tmp_path / "out"), 1)
+    expected = folder_source(tmp_path / "data")
+    assert_same(shard_source(str(tmp_path / "out")), expected)
+
+
+@pytest.mark.parametrize("done", [{"train": [1, -7]}, {"train": [10**15, 10**15]}, {"x": [1, 1]}])
+def test_a_note_that_does_not_fit_is_not_believed(
+    done: object, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_shards(monkeypatch)
+    stopped_after(2, monkeypatch, f"hub:{dataset}", str(tmp_path / "out"))
+    note = tmp_path / ".out.making" / "packing.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "done": done}))
+    pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
+    assert_same(shard_source(str(tmp_path / "out")), hub_source(str(dataset)))
+
+
+def test_names_are_kept_as_they_are_or_refused(tiny: Path, tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        folder = tmp_path / "data" / part
+        shutil.copytree(tiny.parent / "data" / part, folder)
+        (folder / "a").rename(folder / " a")
+        (folder / "f").rename(folder / "f ")
+    pack(str(tmp_path / "data"), str(tmp_path / "out"), 1)
+    found = shard_source(str(tmp_path / "out"))
+    assert found.class_names == folder_source(tmp_path / "data").class_names
+
+
+def test_a_mark_before_the_first_name_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    marked = datasets.Features(
+        {"img": datasets.Image(), "fine": datasets.ClassLabel(names=["\ufeffa", "b"])}
+    )
+    (tmp_path / "marked").mkdir()
+    for name in SIZES:
+        rows = datasets.Dataset.from_dict(part(2), features=marked)
+        rows.to_parquet(tmp_path / "marked" / f"{name}-00000-of-00001.parquet")
+    with pytest.raises(MissingData, match="cannot be kept"):
+        pack(f"hub:{tmp_path / 'marked'}", str(tmp_path / "out"), 1)
+
+
+def test_memory_is_no_place_for_shards(dataset: Path) -> None:
+    ended = CliRunner().invoke(app, ["shards", f"hub:{dataset}", "memory://x"])
+    assert isinstance(ended.exception, BadOption)
 
 
 def test_images_without_a_class_are_refused(tmp_path: Path) -> None:

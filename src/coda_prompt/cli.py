@@ -304,6 +304,8 @@ def shards(
     """
     from coda_prompt.data.packing import pack
 
+    if out.startswith("memory://"):
+        raise BadOption("coda shards", "out", "memory ends with the command; name another place")
     written, images = pack(data, out, megabytes)
     typer.echo(f"{out}: {written} shards of {images} images", err=True)
 

@@ -47,6 +47,12 @@ class HubStream:
     def __init__(self, name: str, rows: Any, image: str, label: str) -> None:
         self.name, self.rows, self.image_column, self.label_column = name, rows, image, label
 
+    @property
+    def state(self) -> str:
+        """What the hub tells of it: sizes and checksums, where it does."""
+        info = self.rows.info
+        return f"{info.version} {info.splits} {info.download_checksums}"
+
     def examples(self, first: int) -> Iterator[tuple[bytes, int]]:
         """Files and labels from a number on."""
         for number, row in enumerate(self.rows.skip(first), first):

@@ -6,8 +6,10 @@ work is, from which the same command goes on.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,8 @@ from rich.progress import TimeRemainingColumn
 
 from coda_prompt.addresses import Address
 from coda_prompt.console import Bar, messages
-from coda_prompt.data.folders import is_name
 from coda_prompt.data.hub import PREFIX, HubStream, hub_streams
-from coda_prompt.data.shards import CLASSES, NOTE, PARTS
+from coda_prompt.data.shards import CLASSES, NOTE, PARTS, names_in
 from coda_prompt.data.sources import FileSplit, folder_source
 from coda_prompt.errors import BadOption, MissingData
 from coda_prompt.files import write_atomically
@@ -33,6 +34,8 @@ Example = tuple[bytes, str, int]
 class Part:
     examples: Callable[[int], Iterator[Example]]
     """From a number on."""
+    state: str
+    """What is another where the images are others."""
     total: int | None = None
 
 
@@ -40,12 +43,14 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
     """A folder of class folders (or train/ and test/ of them), or `hub:owner/name`; files go in as
     they are. Gives the number of shards and of images."""
     names, parts = _of_the_hub(data) if data.startswith(PREFIX) else _of_a_folder(data)
-    if strange := [name for name in names if not is_name(name)]:
-        raise MissingData(data, f"{strange[0]!r} is no name of a class", "Rename it.")
-    totals = {part: own.total for part, own in parts.items()}
-    told = {"data": data, "megabytes": megabytes, "classes": names, "images": totals}
+    listed = "".join(f"{name}\n" for name in names).encode()
+    if names_in(listed) != tuple(names):
+        raise MissingData(data, "a class has a name that cannot be kept in a list", "Rename it.")
+    state = {part: own.state for part, own in parts.items()}
+    told = {"data": data, "megabytes": megabytes, "classes": names, "state": state}
     place = _Behind(out) if "://" in out else _Folder(Path(out).expanduser().absolute())
     done = _found(place, told)
+    place.put(NOTE, json.dumps({**told, "done": done}).encode())
     with Bar(messages(), TimeRemainingColumn()) as bar:
         for part, own in parts.items():
             shards, images = done.get(part, (0, 0))
@@ -58,7 +63,7 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
                 bar.bar.update(line, completed=images)
             if not images:
                 raise MissingData(data, f"there is no image for {part}", "Point at other data.")
-    place.put(CLASSES, "".join(f"{name}\n" for name in names).encode())
+    place.put(CLASSES, listed)
     place.finish()
     return sum(shards for shards, _ in done.values()), sum(images for _, images in done.values())
 
@@ -72,7 +77,9 @@ def _of_a_folder(data: str) -> tuple[Sequence[str], dict[str, Part]]:
                 path = Path(split.paths[number])
                 yield path.read_bytes(), path.suffix.lower(), int(split.labels[number])
 
-        return Part(examples, len(split))
+        files = [(path, os.path.getsize(path)) for path in split.paths]
+        state = json.dumps([files, split.labels.tolist()])
+        return Part(examples, hashlib.sha256(state.encode()).hexdigest(), len(split))
 
     assert isinstance(source.train, FileSplit)
     assert isinstance(source.test, FileSplit)
@@ -87,7 +94,7 @@ def _of_the_hub(data: str) -> tuple[Sequence[str], dict[str, Part]]:
             for content, label in stream.examples(first):
                 yield content, ".jpg" if content.startswith(b"\xff\xd8") else ".png", label
 
-        return Part(examples)
+        return Part(examples, stream.state)
 
     return names, dict(zip(PARTS, map(part, streams), strict=True))
 
@@ -107,6 +114,9 @@ class _Folder:
     def note(self) -> bytes | None:
         held = self._making / NOTE
         return held.read_bytes() if held.exists() else None
+
+    def names(self) -> set[str]:
+        return {path.name for path in self._making.iterdir()}
 
     def clear(self) -> None:
         for path in self._making.iterdir():
@@ -135,11 +145,20 @@ class _Behind:
         except FileNotFoundError:
             return None
 
-    def clear(self) -> None:
+    def names(self) -> set[str]:
         root = self._there.root
-        if self._there.ask("exists", root) and self._there.ask("ls", root):
+        listed = self._there.ask("ls", root, False) if self._there.ask("exists", root) else []
+        return {str(path).rpartition("/")[2] for path in listed}
+
+    def clear(self) -> None:
+        """Of shards; what is no work of ours is not touched."""
+        names = self.names()
+        if names and NOTE not in names:
             raise _not_empty(self._there.address)
-        self._there.ask("makedirs", root, True)
+        self._there.ask("makedirs", self._there.root, True)
+        for name in names:
+            if name.endswith(".tar"):
+                self._there.ask("rm_file", f"{self._there.root}/{name}")
 
     def put(self, name: str, content: bytes) -> None:
         self._there.ask("pipe_file", f"{self._there.root}/{name}", content)
@@ -157,7 +176,14 @@ def _found(place: _Folder | _Behind, told: dict[str, Any]) -> dict[str, tuple[in
     try:
         held = json.loads(place.note() or b"{}")
         done = {part: (int(own[0]), int(own[1])) for part, own in held.pop("done").items()}
-        if held == json.loads(json.dumps(told)):
+        names = place.names()
+        fits = all(0 < shards <= min(images, len(names)) for shards, images in done.values())
+        fits = fits and all(
+            f"{part}-{number:06}.tar" in names
+            for part, (shards, _) in done.items()
+            for number in range(shards)
+        )
+        if fits and held == json.loads(json.dumps(told)):
             return done
     except (ValueError, TypeError, LookupError, AttributeError):
         pass

@@ -341,9 +341,16 @@ def _listed(place: str) -> tuple[str, ...] | None:
     try:
         if not files.exists(path):
             return None
-        names = tuple(files.cat_file(path).decode("utf-8-sig").rstrip().splitlines())
+        names = names_in(files.cat_file(path))
     except Exception as problem:  # disks and networks fail in many ways
         raise CorruptFile(f"{place}/{CLASSES}", f"cannot be read ({problem})") from problem
-    if not names or not all(is_name(name) for name in names):
+    if not names:
         raise CorruptFile(f"{place}/{CLASSES}", "is not one class name a line")
     return names
+
+
+def names_in(content: bytes) -> tuple[str, ...]:
+    """The names of a list, one a line; none where one of them is no name."""
+    lines = content.decode("utf-8-sig").rstrip("\r\n").split("\n")
+    names = tuple(line.removesuffix("\r") for line in lines)
+    return names if all(is_name(name) for name in names) else ()

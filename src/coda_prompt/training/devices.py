@@ -23,6 +23,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning_fabric.plugins.precision.double import DoublePrecision
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
@@ -84,6 +85,13 @@ class _Launcher(_SubprocessScriptLauncher):
             process.kill()
 
 
+class Double(DoublePrecision):
+    """Float64 to the end: Fabric's own rounds what a module gives, also a loss, to float32."""
+
+    def convert_output(self, data: Any) -> Any:
+        return data
+
+
 class Replicated(DDPStrategy):
     """Every device has all of the method; gradients are averaged.
 
@@ -102,6 +110,8 @@ class Replicated(DDPStrategy):
 
     def place(self, method: Method) -> None:
         """Once the method is on its device."""
+        # Of a dimension of size 1, whose stride means nothing.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view", UserWarning)
         if method.frozen_backbone:
             names = [f"backbone.{name}" for name, _ in method.backbone.named_parameters()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(method, names)
@@ -169,13 +179,16 @@ class Devices:
         if self.several:
             kind = Spread if self.strategy == "fsdp" else Replicated
             strategy = kind(cluster_environment=None if outside else LightningEnvironment())
+        arithmetic: dict[str, Any] = {"precision": self.precision}
+        if self.precision == "64-true":
+            arithmetic = {"plugins": Double()}
         try:
             return Fabric(
                 accelerator=self.accelerator,
                 devices=devices,
                 num_nodes=nodes,
                 strategy=strategy,
-                precision=self.precision,
+                **arithmetic,
             )
         except Exception as error:  # what Fabric raises differs from device to device
             problem = f"{devices} of '{self.accelerator}' cannot be used here ({error})"
