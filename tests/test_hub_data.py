@@ -154,18 +154,7 @@ def test_packing_goes_on_after_a_stop(
     small_shards(monkeypatch)
     place = out if "://" in out else str(tmp_path / out)
     pack(f"hub:{dataset}", str(tmp_path / "whole"), 1)
-    packed, written = packing._tar, []
-
-    def stopped(group: Any, first: int) -> bytes:
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(first)
-        return packed(group, first)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(packing, "_tar", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            pack(f"hub:{dataset}", place, 1)
+    written = stopped_after(2, monkeypatch, f"hub:{dataset}", place)
     with pytest.raises(MissingData):
         shard_source(place)
     started: list[int] = []
@@ -221,8 +210,10 @@ def test_packing_to_an_address_goes_on_after_any_stop(
     assert_same(shard_source(str(out)), hub_source(str(dataset)))
 
 
-def stopped_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) -> None:
-    packed, written = packing._tar, []
+def stopped_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) -> list[int]:
+    """Pack so many shards; the first image of each."""
+    packed = packing._tar
+    written: list[int] = []
 
     def stopped(group: Any, first: int) -> bytes:
         if len(written) == count:
@@ -234,6 +225,7 @@ def stopped_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) 
         inner.setattr(packing, "_tar", stopped)
         with pytest.raises(KeyboardInterrupt):
             pack(data, out, 1)
+    return written
 
 
 def test_another_folder_is_not_gone_on_with(

@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -480,10 +480,10 @@ def _cluster(
 ) -> Cluster | None:
     from coda_prompt.bench.cluster import Cluster
 
-    given = {"address": address, "cpus": cpus, "gpus": gpus}
+    given: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus}
     asked = {field: value for field, value in given.items() if value is not None}
     if executor == "ray":
-        return Cluster(**asked)  # type: ignore[arg-type]
+        return Cluster(**asked)
     if asked:
         problem = "it is of a Ray cluster; add --executor ray"
         raise BadOption("coda bench", next(iter(asked)), problem)

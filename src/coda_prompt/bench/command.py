@@ -21,7 +21,6 @@ from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.console import messages, output, print_json
 from coda_prompt.errors import BadOption, RunBusy
 from coda_prompt.files import exclusive
-from coda_prompt.methods import find
 from coda_prompt.training.devices import Devices, check_spreadable
 
 SAVED = "benchmark.json"
@@ -174,7 +173,7 @@ def _run_here(
     todo = [run for run in runs if not run.finished()]
     if manner.devices.strategy == "fsdp":
         for run in todo:
-            check_spreadable(find(run.benchmark.method_of(run.method)).type, run.method)
+            check_spreadable(run.benchmark.entry_of(run.method).type, run.method)
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
+from coda_prompt.methods import Entry
 from coda_prompt.methods.base import MethodConfig, PromptConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
@@ -97,9 +98,12 @@ class Benchmark(Section):
     def method_of(self, row: str) -> str:
         return self.methods.get(row, MethodSection()).method or row
 
+    def entry_of(self, row: str) -> Entry:
+        return methods.find(self.method_of(row))
+
     def method_config(self, name: str) -> MethodConfig:
         """The options of a row; components are shared out over the stream's tasks."""
-        entry = methods.find(self.method_of(name))
+        entry = self.entry_of(name)
         options = dict(self.methods.get(name, MethodSection()).options)
         if "tasks" in entry.type.Config.__dataclass_fields__ and self.stream.tasks is not None:
             options.setdefault("tasks", self.stream.tasks)

@@ -78,13 +78,8 @@ def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
     names = sorted(known, key=lambda name: known[name].mean())
     figure, axes = _one_plot(height=1.2 + 0.32 * max(len(names), 4))
     if not names:
-        axes.text(
-            0.5,
-            0.5,
-            "not known: one task, or rows not measured",
-            ha="center",
-            va="center",
-        )
+        words = "not known: one task, or rows not measured"
+        axes.text(0.5, 0.5, words, ha="center", va="center")
         axes.set_axis_off()
         return figure
     table = np.array([known[name] for name in names])

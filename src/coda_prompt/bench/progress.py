@@ -12,7 +12,6 @@ from rich.table import Table
 
 from coda_prompt.bench.runner import Run
 from coda_prompt.console import Bar, table
-from coda_prompt.methods import find
 from coda_prompt.training.settings import Event
 
 MOST_SHOWN = 24
@@ -27,7 +26,6 @@ class BenchProgress(Bar):
         super().__init__(console, last, self._table if len(runs) > 1 else None)
         self._console = console
         self._runs, self._done = list(runs), 0
-        self._swept = any(run.point is not None for run in runs)
         self._going: dict[Path, str] = {}
         """What is going on, by folder."""
         self._weights = {run.folder: self._work(run) for run in runs}
@@ -71,14 +69,16 @@ class BenchProgress(Bar):
         going = [run for run in self._runs if run.folder in self._going]
         rows = [[*self._name(run), self._going[run.folder]] for run in going[:MOST_SHOWN]]
         waiting = len(self._runs) - self._done - len(going)
-        head = ["method", "trial", "at"][: 2 + self._swept]
-        shown = table([*head, "going on"], rows)
+        swept = any(run.point is not None for run in self._runs)
+        shown = table(["method", "trial", *["at"] * swept, "going on"], rows)
         shown.caption = f"{self._done} done, {len(going)} going on, {waiting} waiting"
         return shown
 
-    def _name(self, run: Run) -> list[str]:
+    @staticmethod
+    def _name(run: Run) -> list[str]:
+        """All runs of a sweep have a point, and no others."""
         at = [] if run.point is None else [f"{run.point.field} = {run.point.value}"]
-        return [run.method, str(run.seed + 1), *(at or [""] * self._swept)]
+        return [run.method, str(run.seed + 1), *at]
 
     def _completed(self) -> float:
         return sum(self._weights[folder] * share for folder, share in self._shares.items())
@@ -93,6 +93,6 @@ class BenchProgress(Bar):
 
     @staticmethod
     def _work(run: Run) -> float:
-        if find(run.benchmark.method_of(run.method)).type.closed_form:
+        if run.benchmark.entry_of(run.method).type.closed_form:
             return 0.3
         return float(run.benchmark.method_training(run.method, run.seed).epochs)

@@ -82,18 +82,15 @@ def hub_part(name: str, part: str) -> tuple[HubSplit, tuple[str, ...]]:
 
 def hub_streams(name: str) -> tuple[tuple[str, ...], tuple[HubStream, HubStream]]:
     """The names of the classes, and train and test as they come."""
-    found = [
-        (names, HubStream(part, *columns))
-        for part, rows in _trained_and_tested(name, _parts(name, streaming=True))
-        for names, *columns in [_columns(part, rows)]
-    ]
-    return found[0][0], (found[0][1], found[1][1])
+    parts = _trained_and_tested(name, _parts(name, streaming=True))
+    (names, *train), (_, *test) = (_columns(*part) for part in parts)
+    return names, (HubStream(*train), HubStream(*test))
 
 
 def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
     """A part of a dataset as a split, and the names of its classes."""
     names, *columns = _columns(name, rows)
-    return HubSplit(name, *columns), names
+    return HubSplit(*columns), names
 
 
 def _parts(name: str, **how: Any) -> Any:
@@ -120,8 +117,9 @@ def _trained_and_tested(name: str, parts: Any) -> list[tuple[str, Any]]:
     return [(f"{name}/{part}", parts[part]) for part in ("train", test)]
 
 
-def _columns(name: str, rows: Any) -> tuple[tuple[str, ...], Any, str, str]:
-    """The names of the classes, rows whose images are files, and what the columns are called."""
+def _columns(name: str, rows: Any) -> tuple[tuple[str, ...], str, Any, str, str]:
+    """The names of the classes; then the split's name, its rows with images as files, and what
+    the columns of images and classes are called."""
     datasets = importlib.import_module("datasets")
     features = rows.features or {}
     images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
@@ -130,7 +128,7 @@ def _columns(name: str, rows: Any) -> tuple[tuple[str, ...], Any, str, str]:
         raise _misfit(name, "it has not both an image and a class column")
     label = max(classes, key=lambda key: features[key].num_classes)
     files = rows.with_format(None).cast_column(images[0], datasets.Image(decode=False))
-    return tuple(features[label].names), files, images[0], label
+    return tuple(features[label].names), name, files, images[0], label
 
 
 def _content(held: Any, name: str) -> bytes:

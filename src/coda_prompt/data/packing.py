@@ -6,10 +6,8 @@ work is, from which the same command goes on.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,7 +48,11 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
     told = {"data": data, "megabytes": megabytes, "classes": names, "state": state}
     place = _Behind(out) if "://" in out else _Folder(Path(out).expanduser().absolute())
     done = _found(place, told)
-    place.put(NOTE, json.dumps({**told, "done": done}).encode())
+
+    def note() -> None:
+        place.put(NOTE, json.dumps({**told, "done": done}).encode())
+
+    note()
     with Bar(messages(), TimeRemainingColumn()) as bar:
         for part, own in parts.items():
             shards, images = done.get(part, (0, 0))
@@ -59,7 +61,7 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
                 place.put(f"{part}-{shards:06}.tar", _tar(group, images))
                 shards, images = shards + 1, images + len(group)
                 done[part] = (shards, images)
-                place.put(NOTE, json.dumps({**told, "done": done}).encode())
+                note()
                 bar.bar.update(line, completed=images)
             if not images:
                 raise MissingData(data, f"there is no image for {part}", "Point at other data.")
@@ -77,9 +79,7 @@ def _of_a_folder(data: str) -> tuple[Sequence[str], dict[str, Part]]:
                 path = Path(split.paths[number])
                 yield path.read_bytes(), path.suffix.lower(), int(split.labels[number])
 
-        files = [(path, os.path.getsize(path)) for path in split.paths]
-        state = json.dumps([files, split.labels.tolist()])
-        return Part(examples, hashlib.sha256(state.encode()).hexdigest(), len(split))
+        return Part(examples, split.fingerprint(), len(split))
 
     assert isinstance(source.train, FileSplit)
     assert isinstance(source.test, FileSplit)

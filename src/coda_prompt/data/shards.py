@@ -65,15 +65,19 @@ class Index:
     offset: Integers
     size: Integers
 
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        return {name: getattr(self, name) for name in ("label", "shard", "offset", "size")}
+
     def digest(self) -> str:
         digest = hashlib.sha256(json.dumps(self.names).encode())
-        for array in (self.label, self.shard, self.offset, self.size):
+        for array in self.columns.values():
             digest.update(array.tobytes())
         return digest.hexdigest()
 
     def valid(self, sizes: Sequence[int]) -> bool:
         """Whether its names are names, and all it says is inside shards of these sizes."""
-        arrays = (self.label, self.shard, self.offset, self.size)
+        arrays = self.columns.values()
         if any(array.shape != self.label.shape or array.ndim != 1 for array in arrays):
             return False
         if any(array.dtype.kind != "i" for array in arrays):
@@ -205,10 +209,8 @@ def _homes(place: str, part: str) -> list[Path]:
 
 
 def _packed(index: Index, made_of: str) -> bytes:
-    columns = ("label", "shard", "offset", "size")
-    arrays: dict[str, Any] = {name: getattr(index, name) for name in columns}
     told = {"shards": made_of, "names": json.dumps(index.names), "sha256": index.digest()}
-    return save(arrays, told)
+    return save(index.columns, told)
 
 
 def _kept(home: Path, made_of: str) -> Index | None:

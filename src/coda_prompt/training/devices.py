@@ -30,6 +30,7 @@ from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from coda_prompt.console import visible
 from coda_prompt.errors import BadOption, CodaError, Interrupted, LostProcess
 from coda_prompt.methods import Method
 from coda_prompt.stopping import end_with
@@ -40,6 +41,11 @@ PARENT = "CODA_PARENT"
 """The variable in which a process that is started here finds whose it is."""
 PATIENCE = 10.0
 """Seconds a process has to notice that another one is gone."""
+HARMLESS = (
+    "Grad strides do not match bucket view",  # of a dimension of size 1, where they mean nothing
+    "FSDP2-wrapped module",  # of in-place changes to what a block gives: there is none
+)
+"""Warnings of torch that are not about us."""
 PROBLEM = "coda-problem"
 """Where a process that fails leaves the reason for the one that speaks."""
 
@@ -75,7 +81,7 @@ class _Launcher(_SubprocessScriptLauncher):
             codes = [process.poll() for process in self.procs]
             if any(codes):
                 time.sleep(PATIENCE)  # this one may notice by itself, and say it better
-                reason = str(LostProcess(_told()))
+                reason = visible(str(LostProcess(_told())))
                 print(f"coda: {reason}", file=sys.stderr, flush=True)  # noqa: T201
                 self._end()
                 os._exit(CodaError.exit_code)
@@ -103,6 +109,8 @@ class Replicated(DDPStrategy):
         older = "forward_sync_buffers" not in known  # before torch 2.13
         settings["broadcast_buffers" if older else "forward_sync_buffers"] = False
         super().__init__(**settings)
+        for words in HARMLESS:
+            warnings.filterwarnings("ignore", words, UserWarning)
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -110,8 +118,6 @@ class Replicated(DDPStrategy):
 
     def place(self, method: Method) -> None:
         """Once the method is on its device."""
-        # Of a dimension of size 1, whose stride means nothing.
-        warnings.filterwarnings("ignore", "Grad strides do not match bucket view", UserWarning)
         if method.frozen_backbone:
             names = [f"backbone.{name}" for name, _ in method.backbone.named_parameters()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(method, names)
@@ -129,8 +135,6 @@ class Spread(Replicated):
 
         if any(isinstance(own, DTensor) for own in method.backbone.parameters()):
             return
-        # Of in-place changes to what a block gives: there is none.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         for block in method.backbone.blocks:
             fully_shard(block, mesh=mesh)
