@@ -26,8 +26,8 @@ import numpy as np
 from speed import machine, show
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.files import write_atomically
-from coda_prompt.serve.command import DEMO
+from coda_prompt.cli.serve import DEMO
+from coda_prompt.storage.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from drawings import drawings  # type: ignore[import-not-found]

@@ -37,18 +37,18 @@ from torch.utils.flop_counter import (
 )
 
 from coda_prompt import methods
-from coda_prompt.bench.surroundings import PeakMemory
+from coda_prompt.bench.environment import PeakMemory
 from coda_prompt.console import output, table
 from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples
-from coda_prompt.files import write_atomically
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.coda import CodaPrompt, component_weights, folded
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.storage.files import write_atomically
 from coda_prompt.training.loading import Epoch, Views, batches
 
 VITS = {
@@ -409,7 +409,7 @@ def pipeline(quick: bool) -> list[dict[str, Any]]:
     method = in_task(name, 5, 50, 10)
     step = product_step(method, *batch_for(name, 16, method), cached=True)
     demand = 16 / interleaved({"step": step}, 3)["step"]
-    views = Views(Pixels(224, 3, (0.5,) * 3, (0.5,) * 3))
+    views = Views(Preprocessing(224, 3, (0.5,) * 3, (0.5,) * 3))
     with tempfile.TemporaryDirectory() as folder:
         smooth = np.random.default_rng(0).integers(0, 255, (12, 16, 3), np.uint8)
         photograph = Image.fromarray(smooth).resize((4000, 3000), Image.Resampling.BICUBIC)

@@ -26,7 +26,7 @@ from speed import show
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.data.pocket import pocket_source
-from coda_prompt.files import write_atomically
+from coda_prompt.storage.files import write_atomically
 
 METHODS = ("ncm", "coda-p", "ranpac")
 FEWEST = 4

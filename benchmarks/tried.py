@@ -20,9 +20,9 @@ import torch
 from speed import VITS, batch_for, in_task, interleaved, machine, product_step, show
 from torch import Tensor, nn
 
-from coda_prompt.files import write_atomically
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.model.linear import Linear
+from coda_prompt.storage.files import write_atomically
 
 Step = Callable[[], object]
 

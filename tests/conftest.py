@@ -18,12 +18,21 @@ from small import coda, tiny_vit
 from torch import Tensor
 
 from coda_prompt.model.catalog import write_weights
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-LONGEST = ("devices", "serve", "models", "cluster", "keeping", "page", "learner_shell", "contract")
+LONGEST = (
+    "devices",
+    "serve",
+    "models",
+    "cluster",
+    "checkpointing",
+    "page",
+    "learner_shell",
+    "contract",
+)
 """Files that take longest: they come first, so that no worker is left with one in the end."""
 
 
@@ -66,7 +75,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(count):
                 image = (prototype + random.integers(0, 100, (16, 16))).astype(np.uint8)
                 Image.fromarray(image).save(folder / f"{number}.png")
-    write_weights(root / "tiny.safetensors", tiny_vit(), Pixels(16, 1, (0.5,), (0.5,), "bilinear"))
+    write_weights(
+        root / "tiny.safetensors", tiny_vit(), Preprocessing(16, 1, (0.5,), (0.5,), "bilinear")
+    )
     benchmark = {
         "name": "tiny",
         "source": str(root / "data"),

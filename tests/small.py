@@ -10,21 +10,24 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
+from coda_prompt import methods
 from coda_prompt.data.sources import Source, array_source
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.model.vit import ViT, ViTConfig
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.loading import Views
 
 TINY = ViTConfig(image_size=16, patch_size=4, channels=1, width=32, depth=6, heads=4, mlp_width=64)
-PLAIN_VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,)), augmentation=None, resize="squash")
-AUGMENTED_VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,)))
+PLAIN_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)), augmentation=None, resize="squash")
+AUGMENTED_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)))
 
 
 def tiny_vit(seed: int = 0, config: ViTConfig = TINY) -> ViT:
@@ -141,3 +144,12 @@ def started_coda(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     """The command at work in another process."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*CODA, *arguments], text=True, **pipes, **_one_thread(options))
+
+
+def reloaded(method: Method, folder: Path) -> Method:
+    """The learned state through a safetensors file into a new method on an equal backbone."""
+    state = {name: held.contiguous().clone() for name, held in method.learned_state().items()}
+    save_file(state, folder / "state.safetensors")
+    new = methods.make(method.name, tiny_vit(), **asdict(method.config))
+    new.load_learned_state(load_file(folder / "state.safetensors"))
+    return new

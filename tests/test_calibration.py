@@ -10,8 +10,8 @@ import torch
 from drawings import drawings
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.data.resolve import labelled
 from coda_prompt.learner import calibration
-from coda_prompt.learner.inputs import labelled
 
 
 def test_the_temperature_has_the_least_loss() -> None:

@@ -32,7 +32,7 @@ from coda_prompt.model.catalog import (
     write_weights,
 )
 from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -204,12 +204,12 @@ def test_the_catalogue_names_the_backbones_of_the_issue_and_cannot_be_changed() 
 def test_the_papers_backbone_is_the_full_timm_name_with_mean_and_std_of_one_half() -> None:
     backbone = CATALOG["vit-b16-in1k"]
     assert backbone.repository == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
-    assert backbone.pixels == Pixels(224, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic")
+    assert backbone.pixels == Preprocessing(224, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic")
     assert backbone.config == ViTConfig()
 
 
 def test_backbones_by_facebook_expect_the_mean_and_std_of_imagenet() -> None:
-    imagenet = Pixels(224, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic")
+    imagenet = Preprocessing(224, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic")
     for name, backbone in CATALOG.items():
         if name.startswith(("deit", "dino", "mae")):
             assert backbone.pixels == imagenet
@@ -421,7 +421,7 @@ def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
     config = ViTConfig(
         image_size=28, patch_size=4, channels=1, width=24, depth=2, heads=3, mlp_width=48, stem=(8,)
     )
-    pixels = Pixels(28, 1, (0.1,), (0.3,), "bilinear")
+    pixels = Preprocessing(28, 1, (0.1,), (0.3,), "bilinear")
     vit, path = small_vit(config), tmp_path / "own.safetensors"
     write_weights(path, vit, pixels)
 
@@ -437,7 +437,7 @@ def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
 def test_a_written_backbone_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        write_weights(tmp_path / "own.safetensors", small_vit(), Pixels(32))
+        write_weights(tmp_path / "own.safetensors", small_vit(), Preprocessing(32))
     finally:
         os.umask(before)
     assert (tmp_path / "own.safetensors").stat().st_mode & 0o777 == 0o644
@@ -445,9 +445,9 @@ def test_a_written_backbone_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -
 
 def test_what_a_file_says_goes_before_like(tmp_path: Path) -> None:
     path = tmp_path / "own.safetensors"
-    write_weights(path, small_vit(), Pixels(32))
+    write_weights(path, small_vit(), Preprocessing(32))
     loaded = load_backbone(str(path), like="vit-b16-in1k")
-    assert (loaded.vit.config, loaded.pixels) == (SMALL_CONFIG, Pixels(32))
+    assert (loaded.vit.config, loaded.pixels) == (SMALL_CONFIG, Preprocessing(32))
 
 
 def test_a_write_that_fails_leaves_the_old_file(
@@ -461,14 +461,14 @@ def test_a_write_that_fails_leaves_the_old_file(
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        write_weights(path, small_vit(), Pixels(32))
+        write_weights(path, small_vit(), Preprocessing(32))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_weights_can_be_read_into_a_vit_that_exists(tmp_path: Path) -> None:
     path, vit = tmp_path / "own.safetensors", small_vit()
-    write_weights(path, vit, Pixels(32))
+    write_weights(path, vit, Preprocessing(32))
     other = ViT(SMALL_CONFIG)
     before = other.cls_token
     load_weights(other, path)
@@ -547,7 +547,7 @@ def test_the_architecture_of_a_silent_file_is_inferred_and_said(
     path = checkpoint(zeros(shapes))
     loaded = load_backbone(str(path))
     assert loaded.vit.config == config
-    assert loaded.pixels == Pixels(config.image_size, 3, (0.5,) * 3, (0.5,) * 3)
+    assert loaded.pixels == Preprocessing(config.image_size, 3, (0.5,) * 3, (0.5,) * 3)
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert any("width" in warning and str(path) in warning for warning in warnings)
     assert any("mean 0.5, std 0.5" in warning for warning in warnings)
@@ -836,6 +836,6 @@ def test_a_record_that_cannot_be_written_is_said_and_the_backbone_still_loads(
     def read_only(*_: object) -> None:
         raise PermissionError("read-only file system")
 
-    monkeypatch.setattr("coda_prompt.model.hub.write_atomically", read_only)
+    monkeypatch.setattr("coda_prompt.model.download.write_atomically", read_only)
     assert use(hub, tmp_path).revision == FIRST
     assert "is not pinned" in caplog.text

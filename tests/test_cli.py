@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from coda_prompt import __version__, cli, stopping
+from coda_prompt import __version__, cli, shutdown
 from coda_prompt.data import packing
 from coda_prompt.methods import METHODS
 
@@ -53,11 +53,11 @@ def test_asked_twice_a_process_ends_unless_another_one_ends_it(
     following: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = threading.Event()
-    monkeypatch.setattr(stopping, "_following", held)
+    monkeypatch.setattr(shutdown, "_following", held)
     if following:
         held.set()
-    stop = stopping.Stop()
-    with stop.heeded():
+    stop = shutdown.ShutdownFlag()
+    with stop.handling_signals():
         signal.raise_signal(signal.SIGINT)
         assert stop()
         if following:

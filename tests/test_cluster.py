@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from processes import ENVIRONMENT, PLAIN, run, started, wait_for_checkpoint
 from small import coda
-from test_keeping import comparable, micro
+from test_checkpointing import comparable, micro
 from typer.testing import CliRunner
 
 from coda_prompt.cli import app

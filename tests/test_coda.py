@@ -15,7 +15,7 @@ from coda_prompt import methods
 from coda_prompt.data.stream import cut
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.methods.folding import Folded
+from coda_prompt.methods.frozen_cache import FrozenCache
 from coda_prompt.methods.orthogonal import orthonormal_rows
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
@@ -226,7 +226,7 @@ def test_what_follows_from_frozen_components_is_worked_out_once_and_anew_when_th
         calls.append(1)
         return 2 * tensor
 
-    fold, tensor = Folded(doubled), torch.ones(2)
+    fold, tensor = FrozenCache(doubled), torch.ones(2)
     with torch.inference_mode():
         first = fold(tensor)
     assert fold(tensor) is first

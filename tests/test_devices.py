@@ -15,7 +15,7 @@ import pytest
 from processes import ENVIRONMENT, PLAIN, TORCHRUN, run, started, wait_for_checkpoint
 from safetensors.torch import load_file
 from small import coda
-from test_keeping import comparable
+from test_checkpointing import comparable
 from torch.testing import assert_close
 
 from coda_prompt.errors import BadOption
@@ -144,7 +144,7 @@ def on_two_processes(folder: Path, strategy: str, *lines: str) -> str:
         "from coda_prompt.data.stream import cut\n"
         "from coda_prompt.training.devices import Devices\n"
         "from coda_prompt.training.engine import Engine\n"
-        f"with Devices('cpu', 2, strategy='{strategy}').launched() as fabric:\n"
+        f"with Devices('cpu', 2, strategy='{strategy}').launch_processes() as fabric:\n"
         "    method = methods.make('coda-p', tiny_vit())\n"
         "    engine = Engine(AUGMENTED_VIEWS, fabric=fabric)\n"
         + "".join(f"    {line}\n" for line in lines)
@@ -242,7 +242,7 @@ def test_the_first_process_speaks_for_another_one_though_it_is_busy(tmp_path: Pa
         "from coda_prompt.errors import BadOption\n"
         "from coda_prompt.training import devices\n"
         "devices.PATIENCE = 1\n"
-        "with devices.Devices('cpu', 2).launched() as fabric:\n"
+        "with devices.Devices('cpu', 2).launch_processes() as fabric:\n"
         "    if fabric.global_rank:\n"
         "        raise BadOption('the test', 'image', 'this one is bad')\n"
         "    time.sleep(60)\n"

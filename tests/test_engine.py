@@ -17,6 +17,7 @@ from small import AUGMENTED_VIEWS, PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 
 from coda_prompt import methods
+from coda_prompt.data.resolve import MemorySplit
 from coda_prompt.data.stream import Samples, Stream, Task, cut
 from coda_prompt.errors import (
     BadImage,
@@ -31,13 +32,12 @@ from coda_prompt.errors import (
     UnknownName,
     WrongRows,
 )
-from coda_prompt.learner.inputs import MemorySplit
 from coda_prompt.methods import Loss, Method
 from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights, folded
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.vit import Images, Opening
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.queries import QueryTable
@@ -563,7 +563,7 @@ def test_testing_before_learning_is_refused() -> None:
 
 def test_pixels_that_do_not_fit_the_backbone_are_refused() -> None:
     (task,) = cut(patterns(3, 5), tasks=1).tasks
-    wrong = Views(Pixels(32, 3))
+    wrong = Views(Preprocessing(32, 3))
     with pytest.raises(BadOption, match="32 px x 3 channels do not fit"):
         Engine(wrong).learn(methods.make("coda-p", tiny_vit()), task)
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from small import AUGMENTED_VIEWS
-from test_keeping import kept_run, stopped, whole_run
+from test_checkpointing import kept_run, stopped, whole_run
 from test_models import changed
 
 from coda_prompt import ContinualClassifier
@@ -32,10 +32,10 @@ from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.runner import runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.data import images, pocket
-from coda_prompt.data.domainnet import DOMAINS, domainnet_source
-from coda_prompt.data.imagenet_r import LISTS, imagenet_r_source
 from coda_prompt.data.images import open_image
 from coda_prompt.data.packing import pack
+from coda_prompt.data.paper.domainnet import DOMAINS, domainnet_source
+from coda_prompt.data.paper.imagenet_r import LISTS, imagenet_r_source
 from coda_prompt.data.shards import INDEX, shard_source
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store

@@ -29,11 +29,11 @@ from coda_prompt.data.images import (
     view_generator,
 )
 from coda_prompt.errors import BadImage, BadOption, UnknownName
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
-PHOTOGRAPH = Pixels(224, 3, (0.5,) * 3, (0.5,) * 3)
-PLAIN_GREY = Pixels(4, 1, (0.0,), (1.0,), "bilinear")
-PLAIN_RGB = Pixels(4, 3, (0.0,) * 3, (1.0,) * 3, "bilinear")
+PHOTOGRAPH = Preprocessing(224, 3, (0.5,) * 3, (0.5,) * 3)
+PLAIN_GREY = Preprocessing(4, 1, (0.0,), (1.0,), "bilinear")
+PLAIN_RGB = Preprocessing(4, 3, (0.0,) * 3, (1.0,) * 3, "bilinear")
 WHOLE = Augmentation(scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0)
 
 
@@ -363,7 +363,7 @@ def test_a_crop_lies_within_the_image(width: int, height: int, seed: int, low: f
 
 def test_half_of_the_views_are_mirrored_and_none_or_all_on_request() -> None:
     image = Image.fromarray(np.array([[0, 255], [0, 255]], np.uint8))
-    pixels = Pixels(2, 1, (0.0,), (1.0,))
+    pixels = Preprocessing(2, 1, (0.0,), (1.0,))
 
     def rate(flip: float) -> float:
         how = Augmentation((1.0, 1.0), (1.0, 1.0), flip)
@@ -381,14 +381,14 @@ def test_half_of_the_views_are_mirrored_and_none_or_all_on_request() -> None:
 
 def test_a_view_is_normalised_exactly_channel_by_channel() -> None:
     image = Image.fromarray(np.array([[[0, 51, 255], [102, 204, 0]]] * 2, np.uint8))
-    pixels = Pixels(2, 3, (0.5, 0.2, 0.0), (0.5, 0.1, 2.0))
+    pixels = Preprocessing(2, 3, (0.5, 0.2, 0.0), (0.5, 0.1, 2.0))
     view = images.training_view(image, pixels, WHOLE, np.random.default_rng(0))
     assert view.dtype == torch.float32
     assert view.shape == (3, 2, 2)
     assert view.is_contiguous()
     expected = [[[-1, -0.2]] * 2, [[0, 6]] * 2, [[0.5, 0]] * 2]
     torch.testing.assert_close(view, torch.tensor(expected, dtype=torch.float32))
-    plain = images.test_view(image, Pixels(2, 3, (0.0,) * 3, (1.0,) * 3), "squash")
+    plain = images.test_view(image, Preprocessing(2, 3, (0.0,) * 3, (1.0,) * 3), "squash")
     assert plain[:, 0, 0].tolist() == pytest.approx([0, 0.2, 1])
     assert plain.max().item() == 1.0
 
@@ -411,14 +411,16 @@ def test_training_views_are_bilinear_whatever_the_weights_expect() -> None:
     image = Image.fromarray(noise(9, 9))
     expected = np.asarray(image.resize((4, 4), Image.Resampling.BILINEAR)) / np.float32(255)
     for interpolation in ("bicubic", "nearest"):
-        pixels = Pixels(4, 1, (0.0,), (1.0,), interpolation)
+        pixels = Preprocessing(4, 1, (0.0,), (1.0,), interpolation)
         view = images.training_view(image, pixels, WHOLE, np.random.default_rng(0))
         np.testing.assert_allclose(view[0].numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
 @pytest.mark.parametrize("pixels", [PLAIN_GREY, PLAIN_RGB])
-def test_any_kind_of_image_of_any_size_gives_a_finite_view(mode: str, pixels: Pixels) -> None:
+def test_any_kind_of_image_of_any_size_gives_a_finite_view(
+    mode: str, pixels: Preprocessing
+) -> None:
     for size in ((1, 1), (3, 200), (28, 28)):
         image = Image.new(mode, size)
         rng = np.random.default_rng(0)
@@ -455,7 +457,7 @@ def test_an_augmentation_that_makes_no_sense_is_refused(field: str, value: objec
 
 def test_the_same_key_gives_the_same_view_in_any_order() -> None:
     image = photo(60, 50)
-    pixels = Pixels(16)
+    pixels = Preprocessing(16)
 
     def view(sample: int) -> torch.Tensor:
         return images.training_view(image, pixels, Augmentation(), view_generator(3, 1, 2, sample))
@@ -499,7 +501,7 @@ def test_a_test_view_is_the_centre_of_the_resized_image(
     resized = image.resize(full, Image.Resampling[interpolation.upper()])
     left, top = round((full[0] - 56) / 2), round((full[1] - 56) / 2)
     expected = np.asarray(resized.crop((left, top, left + 56, top + 56))).astype(int)
-    pixels = Pixels(56, 3, (0.0,) * 3, (1.0,) * 3, interpolation)
+    pixels = Preprocessing(56, 3, (0.0,) * 3, (1.0,) * 3, interpolation)
     view = images.test_view(image, pixels).numpy().transpose(1, 2, 0) * 255
     assert np.abs(view - expected).max() <= 1.01  # rounding between Pillow's two passes
 
@@ -507,17 +509,19 @@ def test_a_test_view_is_the_centre_of_the_resized_image(
 def test_known_pixels_of_a_test_view() -> None:
     values = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
     image = Image.fromarray(values)
-    seven = Pixels(7, 1, (0.0,), (1.0,), "bilinear")  # 8 = round(7 * 256 / 224): nothing to resize
+    seven = Preprocessing(
+        7, 1, (0.0,), (1.0,), "bilinear"
+    )  # 8 = round(7 * 256 / 224): nothing to resize
     view = images.test_view(image, seven) * 255
     np.testing.assert_allclose(view[0].numpy(), values[:7, :7], atol=1e-4)
-    squashed = images.test_view(image, Pixels(8, 1, (0.0,), (1.0,)), "squash") * 255
+    squashed = images.test_view(image, Preprocessing(8, 1, (0.0,), (1.0,)), "squash") * 255
     np.testing.assert_allclose(squashed[0].numpy(), values, atol=1e-4)
 
 
 def test_squashing_keeps_the_edges_that_the_crop_cuts_off() -> None:
     values = np.zeros((32, 96), np.uint8)
     values[:, :8] = values[:, -8:] = 255
-    pixels = Pixels(32, 1, (0.0,), (1.0,), "bilinear")
+    pixels = Preprocessing(32, 1, (0.0,), (1.0,), "bilinear")
     assert images.test_view(Image.fromarray(values), pixels, "crop").max() == 0.0
     assert images.test_view(Image.fromarray(values), pixels, "squash")[0, :, 0].min() == 1.0
 
@@ -526,7 +530,7 @@ def test_a_test_view_uses_the_interpolation_of_the_weights() -> None:
     image = Image.fromarray(noise(9, 9))
     for name in ("nearest", "bilinear", "bicubic", "lanczos"):
         expected = np.asarray(image.resize((6, 6), Image.Resampling[name.upper()]))
-        view = images.test_view(image, Pixels(6, 1, (0.0,), (1.0,), name), "squash")
+        view = images.test_view(image, Preprocessing(6, 1, (0.0,), (1.0,), name), "squash")
         np.testing.assert_allclose(view[0].numpy() * 255, expected, atol=1e-4)
 
 
@@ -538,7 +542,7 @@ def test_a_very_long_image_does_not_become_a_gigantic_one() -> None:
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     image = Image.new("L", (4, 4))
     with pytest.raises(UnknownName, match="'bicubic'"):
-        images.test_view(image, Pixels(4, 1, (0.0,), (1.0,), "bicubik"))
+        images.test_view(image, Preprocessing(4, 1, (0.0,), (1.0,), "bicubik"))
     with pytest.raises(UnknownName, match="'squash'"):
         images.test_view(image, PLAIN_GREY, "squosh")  # type: ignore[arg-type]
 

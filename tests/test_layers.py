@@ -9,7 +9,7 @@ import coda_prompt
 
 ROOT = Path(coda_prompt.__file__).parent
 LAYERS = [
-    {"errors", "metrics", "pixels", "seeding", "files", "console", "stopping", "addresses"},
+    {"errors", "metrics", "preprocessing", "seeding", "storage", "console", "shutdown"},
     {"model", "data"},
     {"methods"},
     {"training"},

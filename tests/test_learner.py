@@ -12,14 +12,14 @@ from drawings import NAMES, assert_same, drawings, taught, tensors
 from PIL import Image
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.data.resolve import Labelled, MemorySplit, image_paths, labelled
 from coda_prompt.errors import (
     BadOption,
     NotTaught,
 )
 from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
-from coda_prompt.learner.inputs import Labelled, MemorySplit, image_paths, labelled
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 
 def test_three_lines_of_python(drawing_folders: Path) -> None:
@@ -218,23 +218,23 @@ def some(counts: dict[str, int], size: int = 28) -> Labelled:
     ],
 )
 def test_a_warning_where_it_matters(counts: dict[str, int], known: list[str], words: str) -> None:
-    found = advice.warnings(some(counts), known, "pocket", Pixels(28, 1, (0.5,), (0.5,)))
+    found = advice.warnings(some(counts), known, "pocket", Preprocessing(28, 1, (0.5,), (0.5,)))
     assert any(words in warning for warning in found)
 
 
 def test_no_warning_where_there_is_nothing_to_say() -> None:
     images = some({"cat": 10, "dog": 12, "type 1": 10, "type 2": 10})
-    assert advice.warnings(images, ["bird"], "pocket", Pixels(28, 1, (0.5,), (0.5,))) == []
+    assert advice.warnings(images, ["bird"], "pocket", Preprocessing(28, 1, (0.5,), (0.5,))) == []
 
 
 def test_small_images_and_photographs_are_noticed() -> None:
     small = advice.warnings(
-        some({"a": 9}), [], "vit-b16-in1k", Pixels(224, 3, (0.5,) * 3, (0.5,) * 3)
+        some({"a": 9}), [], "vit-b16-in1k", Preprocessing(224, 3, (0.5,) * 3, (0.5,) * 3)
     )
     assert any("expects 224 px" in warning for warning in small)
     random = np.random.default_rng(0).integers(0, 255, (9, 128, 128, 3), np.uint8)
     photographs = labelled(random, ["a"] * 9)
-    found = advice.warnings(photographs, [], "pocket", Pixels(28, 1, (0.5,), (0.5,)))
+    found = advice.warnings(photographs, [], "pocket", Preprocessing(28, 1, (0.5,), (0.5,)))
     assert any("vit-b16-in21k" in warning for warning in found)
 
 

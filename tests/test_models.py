@@ -23,6 +23,8 @@ from torch.nn import functional as F
 
 import coda_prompt
 from coda_prompt import ContinualClassifier
+from coda_prompt.data import resolve
+from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.errors import (
     BadOption,
     CodaError,
@@ -33,8 +35,7 @@ from coda_prompt.errors import (
     NothingToUndo,
     UnfinishedLesson,
 )
-from coda_prompt.learner import inputs, store
-from coda_prompt.learner.inputs import Labelled, MemorySplit, labelled
+from coda_prompt.learner import store
 from coda_prompt.training.settings import Event
 
 
@@ -337,7 +338,7 @@ def test_classes_a_dataset_only_names_are_not_learned(monkeypatch: pytest.Monkey
     classifier = ContinualClassifier(method="ncm")
     assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
     named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
-    monkeypatch.setattr(inputs, "_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
+    monkeypatch.setattr(resolve, "_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
     found = labelled("anything")
     assert found.names == ("c",)
     assert found.split.labels.tolist() == [0] * 4

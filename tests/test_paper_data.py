@@ -25,9 +25,8 @@ from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source, stream_of
 from coda_prompt.bench.runner import runs_of
 from coda_prompt.cli import app
-from coda_prompt.data import opcodes
-from coda_prompt.data.opcodes import plain_values
-from coda_prompt.data.paper import PUBLISHED, published_source
+from coda_prompt.data.paper import PUBLISHED, cifar_pickle, published_source
+from coda_prompt.data.paper.cifar_pickle import plain_values
 from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
 from coda_prompt.errors import (
     BadOption,
@@ -38,7 +37,7 @@ from coda_prompt.errors import (
 from coda_prompt.methods import METHODS
 from coda_prompt.model.catalog import write_weights
 from coda_prompt.model.vit import ViTConfig
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 PRESETS = (
     "cifar-100-10",
@@ -177,7 +176,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_imagenet_r(root)
     write_domainnet(root)
     vit = tiny_vit(config=ViTConfig(16, 8, width=16, depth=6, heads=2, mlp_width=32))
-    write_weights(root / "tiny.safetensors", vit, Pixels(size=16))
+    write_weights(root / "tiny.safetensors", vit, Preprocessing(size=16))
     return root
 
 
@@ -444,7 +443,7 @@ def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: P
 
 
 def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u1") -> bytes:
-    """A dict with one array, in opcodes."""
+    """A dict with one array, in cifar_pickle."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
         b"K\x00\x85U\x01b\x87R(K\x01" + shape + b"cnumpy\ndtype\n" + dtype + b"K\x00K\x01\x87R"
@@ -517,7 +516,7 @@ def test_a_small_file_cannot_become_large(monkeypatch: pytest.MonkeyPatch) -> No
     again = b"c_codecs\nencode\nh\x00U\x06latin1\x86R"
     with pytest.raises(CorruptFile, match="more values than bytes"):
         plain_values(b"\x80\x02(" + text + 3 * again + b"t.", "train")
-    monkeypatch.setattr(opcodes, "MOST_OPCODES", 1000)
+    monkeypatch.setattr(cifar_pickle, "MOST_OPCODES", 1000)
     with pytest.raises(CorruptFile, match="more than 1,000 values"):
         plain_values(b"\x80\x02(" + 1000 * b"]" + b"t.", "train")
 
@@ -549,7 +548,7 @@ def test_a_half_extracted_cifar_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (folder / "test").unlink()
     with pytest.raises(MissingData, match=r"test: .*in part only\. Extract .*tar\.gz again"):
         published_source("cifar-100", tmp_path)
-    monkeypatch.setattr("coda_prompt.data.cifar.MOST_BYTES", 1000)
+    monkeypatch.setattr("coda_prompt.data.paper.cifar.MOST_BYTES", 1000)
     with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
         published_source("cifar-100", tmp_path)
     for path in folder.iterdir():

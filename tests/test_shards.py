@@ -24,10 +24,10 @@ from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source, folder_source
 from coda_prompt.data.stream import cut
 from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.loading import Epoch, Views, batches
 
-VIEWS = Views(Pixels(16, 1, (0.5,), (0.5,), "bilinear"))
+VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,), "bilinear"))
 
 
 @pytest.fixture(autouse=True)

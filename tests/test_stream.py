@@ -19,7 +19,7 @@ from coda_prompt.data import images
 from coda_prompt.data.sources import ArraySplit, Source, array_source
 from coda_prompt.data.stream import Samples, Stream, class_order, cut
 from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 GOLDEN = Path(__file__).parent / "golden" / "released.json"
 
@@ -445,7 +445,7 @@ class Views(Dataset[torch.Tensor]):
 
     def __getitem__(self, position: int) -> torch.Tensor:
         rng = images.view_generator(5, 0, 0, int(self.samples.indices[position]))
-        pixels = Pixels(8, 1, (0.5,), (0.5,))
+        pixels = Preprocessing(8, 1, (0.5,), (0.5,))
         image = self.samples.image(position)
         return images.training_view(image, pixels, images.Augmentation(), rng)
 

@@ -54,5 +54,5 @@ if __name__ == "__main__":
     from coda_prompt.cli import main
 
     for name in ("bench", "learner"):
-        importlib.import_module(f"coda_prompt.{name}.command")
+        importlib.import_module(f"coda_prompt.cli.{name}")
     serve()

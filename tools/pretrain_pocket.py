@@ -47,9 +47,9 @@ from probe_pocket import ASSETS, probe, ridge_accuracy
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
-PIXELS = Pixels(size=28, channels=1, mean=(0.0,), std=(1.0,), interpolation="bilinear")
+PIXELS = Preprocessing(size=28, channels=1, mean=(0.0,), std=(1.0,), interpolation="bilinear")
 VALIDATION_DRAWINGS = 5
 """The last drawings of each pre-training class, never trained on."""
 

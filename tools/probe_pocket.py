@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.vit import ViT
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 ASSETS = Path(__file__).resolve().parents[1] / "src" / "coda_prompt" / "assets"
 DRAWINGS = 100
@@ -63,7 +63,7 @@ def ridge_accuracy(features: Tensor, classes: int) -> tuple[float, float]:
     return Ridge(*part(slice(TRAIN_DRAWINGS))).accuracy(*test, best), best
 
 
-def frozen_features(vit: ViT, pixels: Pixels, drawings: np.ndarray) -> Tensor:
+def frozen_features(vit: ViT, pixels: Preprocessing, drawings: np.ndarray) -> Tensor:
     """Final-norm class tokens of uint8 drawings, N x D."""
     mean, std = torch.tensor(pixels.mean), torch.tensor(pixels.std)
     images = torch.from_numpy(drawings)[:, None].float() / 255  # N x 1 x 28 x 28

@@ -72,7 +72,7 @@ class Benchmark(Section):
     """Of pocket's styles; None: the published one; 0: plain ink."""
     backbone: str = "pocket"
     preprocess: Literal["weights", "paper"] = "weights"
-    """Pixels as the weights declare them, or plain [0, 1] as the paper fed them."""
+    """Preprocessing as the weights declare them, or plain [0, 1] as the paper fed them."""
     resize: Literal["crop", "squash"] = "crop"
     augmentation: Augmentation | None = None
     stream: StreamSection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from coda_prompt.bench.config import Benchmark
-from coda_prompt.data import hub, shards
+from coda_prompt.data import hf_datasets, shards
 from coda_prompt.data.paper import PUBLISHED, published_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.sources import Source, folder_source
@@ -52,8 +52,8 @@ def _find_source(benchmark: Benchmark) -> Source:
         return pocket_source(strength)
     if name in PUBLISHED:
         return published_source(name, benchmark.data, benchmark.lists)
-    if name.startswith(hub.PREFIX):
-        return hub.hub_source(name.removeprefix(hub.PREFIX))
+    if name.startswith(hf_datasets.PREFIX):
+        return hf_datasets.hub_source(name.removeprefix(hf_datasets.PREFIX))
     if name.startswith(shards.PREFIX):
         return shards.shard_source(name.removeprefix(shards.PREFIX))
     if Path(name).name == name and not Path(name).exists():

@@ -17,8 +17,8 @@ from coda_prompt.bench.report import (
     is_number,
     summary,
 )
-from coda_prompt.files import write_atomically
 from coda_prompt.methods import METHODS
+from coda_prompt.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,6 +15,7 @@ import yaml
 
 from coda_prompt import metrics
 from coda_prompt.bench.config import load_benchmark
+from coda_prompt.bench.environment import hashes
 from coda_prompt.bench.runner import (
     CONFIG,
     ENVIRONMENT,
@@ -23,7 +24,6 @@ from coda_prompt.bench.runner import (
     read_json,
     shared_config,
 )
-from coda_prompt.bench.surroundings import hashes
 from coda_prompt.errors import BrokenRun, ChangedRun, MissingData
 from coda_prompt.methods import METHODS
 

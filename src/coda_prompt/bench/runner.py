@@ -23,9 +23,8 @@ from safetensors.torch import save
 from coda_prompt import methods
 from coda_prompt.bench.config import Benchmark
 from coda_prompt.bench.cost import multiply_adds
+from coda_prompt.bench.environment import PeakMemory, environment, hashes
 from coda_prompt.bench.inputs import Inputs, stream_of
-from coda_prompt.bench.mirror import Mirror
-from coda_prompt.bench.surroundings import PeakMemory, environment, hashes
 from coda_prompt.data.pocket import STRENGTH
 from coda_prompt.errors import (
     BrokenRun,
@@ -34,13 +33,14 @@ from coda_prompt.errors import (
     MissingExtra,
     RunBusy,
 )
-from coda_prompt.files import as_json, exclusive, write_atomically
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
-from coda_prompt.stopping import Stop
+from coda_prompt.shutdown import ShutdownFlag
+from coda_prompt.storage.files import as_json, exclusive_lock, write_atomically
+from coda_prompt.storage.mirror import Mirror
+from coda_prompt.training.checkpointing import Checkpoint, Checkpointer, heed, tensors_sha256
 from coda_prompt.training.devices import Devices, agreed
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.keeping import Checkpoint, Keeper, heed, tensors_sha256
 from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Event, Result
 
@@ -132,9 +132,9 @@ def run_in_turn(
     runs: Sequence[Run], on_event: OnEvent, fabric: Fabric | None = None
 ) -> Iterator[Run]:
     """One after another, each over the processes of `fabric`; yielded when its result is there."""
-    inputs, stop = Inputs(), Stop()
+    inputs, stop = Inputs(), ShutdownFlag()
     asked = stop if fabric is None else agreed(fabric, stop)
-    with stop.heeded():
+    with stop.handling_signals():
         for run in runs:
             execute(run, inputs, on_event, stop, fabric)
             yield run
@@ -198,7 +198,7 @@ def execute(
         identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
         place = run.folder / CHECKPOINTS
         kept = _nothing if mirror is None else mirror.push
-        keeper = Keeper(place, identity, writes=first, stop=stop, notes=notes, kept=kept)
+        keeper = Checkpointer(place, identity, writes=first, stop=stop, notes=notes, kept=kept)
         length = 0
         if keeper.found is not None:
             length, seconds = _restored(result, keeper.found)
@@ -268,7 +268,7 @@ def _writing(run: Run, first: bool) -> Iterator[TextIO]:
     log_file = run.folder / LOG
     if log_file.is_symlink():
         raise BrokenRun(log_file, "is a link to elsewhere")
-    with exclusive(run.folder, RunBusy), log_file.open("a+", encoding="utf-8") as events:
+    with exclusive_lock(run.folder, RunBusy), log_file.open("a+", encoding="utf-8") as events:
         yield events
 
 

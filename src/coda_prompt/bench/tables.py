@@ -15,8 +15,8 @@ from rich.table import Table as RichTable
 from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number
 from coda_prompt.console import table
 from coda_prompt.errors import listed
-from coda_prompt.files import as_json
 from coda_prompt.methods import METHODS, describe
+from coda_prompt.storage.files import as_json
 
 Row = Mapping[str, Any]
 DASH = "-"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from coda_prompt.errors import BadImage, BadOption, UnknownName
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 # Tried in this order. Pillow's other decoders start programs (EPS) or are rare.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "JPEG2000", "AVIF")
@@ -155,7 +155,7 @@ def view_generator(seed: int, task: int, epoch: int, sample: int) -> np.random.G
 
 
 def training_view(
-    image: Image.Image, pixels: Pixels, augmentation: Augmentation, rng: np.random.Generator
+    image: Image.Image, pixels: Preprocessing, augmentation: Augmentation, rng: np.random.Generator
 ) -> torch.Tensor:
     """A random resized crop, flipped with the given probability: float32, C x H x W."""
     image = as_channels(image, pixels.channels)
@@ -193,7 +193,7 @@ def crop_box(
 
 def test_view(
     image: Image.Image,
-    pixels: Pixels,
+    pixels: Preprocessing,
     resize: Literal["crop", "squash"] = "crop",  # noqa: PT028 (a view of a test image, no test)
 ) -> torch.Tensor:
     """The view that is classified: float32, C x H x W.
@@ -212,7 +212,7 @@ def test_view(
     return _normalised(view, pixels)
 
 
-def sufficient(pixels: Pixels, augmentation: Augmentation | None) -> int:
+def sufficient(pixels: Preprocessing, augmentation: Augmentation | None) -> int:
     """The shorter side an image needs: the smallest crop of a training view then has as many pixels
     as it is resized to, and a test view twice as many.
     """
@@ -250,7 +250,7 @@ def _filter(interpolation: str) -> Image.Resampling:
         raise UnknownName("interpolation", interpolation, known) from None
 
 
-def _normalised(view: Image.Image, pixels: Pixels, mirrored: bool = False) -> torch.Tensor:
+def _normalised(view: Image.Image, pixels: Preprocessing, mirrored: bool = False) -> torch.Tensor:
     values = np.asarray(view)  # H x W or H x W x C
     if mirrored:
         values = values[:, ::-1]

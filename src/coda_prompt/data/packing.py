@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.progress import TimeRemainingColumn
 
-from coda_prompt.addresses import Address
 from coda_prompt.console import Bar, messages
-from coda_prompt.data.hub import PREFIX, HubStream, hub_streams
+from coda_prompt.data.hf_datasets import PREFIX, HubStream, hub_streams
 from coda_prompt.data.shards import CLASSES, NOTE, PARTS, names_in
 from coda_prompt.data.sources import FileSplit, folder_source
 from coda_prompt.errors import BadOption, MissingData
-from coda_prompt.files import write_atomically
+from coda_prompt.storage.files import write_atomically
+from coda_prompt.storage.remote import RemotePath
 
 Example = tuple[bytes, str, int]
 """An image's file, the ending of its name, its class."""
@@ -136,7 +136,7 @@ class _Behind:
     """An address, where the note tells shards that are all there from those that are not yet."""
 
     def __init__(self, out: str) -> None:
-        self._there = Address(out, "coda shards")
+        self._there = RemotePath(out, "coda shards")
 
     def note(self) -> bytes | None:
         try:

@@ -37,7 +37,7 @@ from coda_prompt.data.folders import is_name
 from coda_prompt.data.images import SUFFIXES, read_image
 from coda_prompt.data.sources import Integers, Source
 from coda_prompt.errors import BadImage, CorruptFile, MissingData
-from coda_prompt.files import own_cache, write_atomically
+from coda_prompt.storage.files import user_cache_dir, write_atomically
 
 PREFIX = "shards:"
 PARTS = ("train", "test")
@@ -204,7 +204,7 @@ def _opened(place: str) -> tuple[Any, str]:
 def _homes(place: str, part: str) -> list[Path]:
     """Where an index is kept: beside the shards, or in the user's cache."""
     key = hashlib.sha256(place.encode()).hexdigest()[:16]
-    own = own_cache() / f"shards-{key}-{part}.safetensors"
+    own = user_cache_dir() / f"shards-{key}-{part}.safetensors"
     return [own] if "://" in place else [Path(place) / INDEX.format(part), own]
 
 

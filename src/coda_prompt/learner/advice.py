@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from coda_prompt.data.images import as_channels
+from coda_prompt.data.resolve import Labelled
 from coda_prompt.errors import listed
-from coda_prompt.learner.inputs import Labelled
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 
 UNKNOWN = "unknown"
 """What a prediction says where no class is likely enough."""
@@ -23,7 +23,9 @@ LOOKED_AT = 32
 """Images whose size and colours are looked at."""
 
 
-def warnings(images: Labelled, known: Sequence[str], backbone: str, pixels: Pixels) -> list[str]:
+def warnings(
+    images: Labelled, known: Sequence[str], backbone: str, pixels: Preprocessing
+) -> list[str]:
     """In the order of how much they matter."""
     counts = images.counts()
     found = []
@@ -109,7 +111,7 @@ def _numbered(first: str, second: str) -> bool:
     return [c for c in first if not c.isdecimal()] == [c for c in second if not c.isdecimal()]
 
 
-def _about_pixels(images: Labelled, backbone: str, pixels: Pixels) -> list[str]:
+def _about_pixels(images: Labelled, backbone: str, pixels: Preprocessing) -> list[str]:
     looked, found = _some(images), []
     side = float(np.median([min(image.size) for image in looked]))
     if side < pixels.size / 2:

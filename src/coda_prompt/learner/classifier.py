@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coda_prompt import __version__, methods
 from coda_prompt.data.images import Augmentation, sufficient, test_view
+from coda_prompt.data.resolve import Labelled, labelled, unlabelled
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import (
@@ -30,7 +31,6 @@ from coda_prompt.errors import (
     UnfinishedLesson,
     WrongBackbone,
 )
-from coda_prompt.files import as_json
 from coda_prompt.learner import advice, store
 from coda_prompt.learner.calibration import (
     expected_calibration_error,
@@ -38,15 +38,15 @@ from coda_prompt.learner.calibration import (
     merged_temperature,
     probabilities,
 )
-from coda_prompt.learner.inputs import Labelled, labelled, unlabelled
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.storage.files import as_json
+from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.devices import Devices, agreed
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.keeping import Keeper
 from coda_prompt.training.loading import Views
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event, Training
@@ -66,7 +66,7 @@ class ContinualClassifier:
     """Learns classes task after task on a frozen backbone. What it keeps are not images.
 
     `options` are those of the method (`coda methods NAME` lists them) and of the training
-    (`epochs`, `batch_size`, `learning_rate`, `seed`, ...). `fabric`, where it was launched, says
+    (`epochs`, `batch_size`, `learning_rate`, `seed`, ...). `fabric`, already launched, says
     instead of `device` which devices share the work; every process makes the same calls then.
     """
 
@@ -102,7 +102,7 @@ class ContinualClassifier:
         """As it was read or written, where nothing has changed since."""
         self._previous: store.Model | Path | None = None
         """Before the newest task; a folder: to be read there when it is needed."""
-        self._kept: Keeper | None = None
+        self._kept: Checkpointer | None = None
         """A training that is on disk until what it learned is saved."""
         self._home: tuple[Path, str | None] | None = None
         """The folder it was read from or saved to, and the hash of the model there."""
@@ -124,7 +124,7 @@ class ContinualClassifier:
 
     @property
     def shortest_side(self) -> int:
-        """Pixels an image to be classified needs; a larger one is not seen more exactly."""
+        """Preprocessing an image to be classified needs; a larger one is not seen more exactly."""
         return sufficient(self._backbone.pixels, None)
 
     @property
@@ -190,7 +190,7 @@ class ContinualClassifier:
                 identity = self._identity(images, training, validation)
                 first = self._fabric.global_rank == 0
                 stop = agreed(self._fabric, stop)
-                keeper = Keeper(progress, identity, writes=first, stop=stop)
+                keeper = Checkpointer(progress, identity, writes=first, stop=stop)
                 held = keeper.other and keeper.other.identity
                 if isinstance(held, dict) and held.get("tasks") == identity["tasks"]:
                     raise UnfinishedLesson(progress)
@@ -366,7 +366,7 @@ class ContinualClassifier:
         """From a folder or from the hub."""
         if Path(name).is_dir():
             return cls.load(name, backbone=backbone, device=device)
-        from coda_prompt.learner.sharing import fetched
+        from coda_prompt.learner.hub import fetched
 
         folder = fetched(str(name), revision, token, endpoint)
         return cls.load(folder, backbone=backbone, device=device)
@@ -380,7 +380,7 @@ class ContinualClassifier:
         endpoint: str | None = None,
     ) -> str:
         """Upload the model and its card; the address of the commit comes back."""
-        from coda_prompt.learner.sharing import pushed
+        from coda_prompt.learner.hub import pushed
 
         return pushed(name, self._model(), private=private, token=token, endpoint=endpoint)
 

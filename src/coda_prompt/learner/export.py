@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from coda_prompt.errors import MissingExtra
-from coda_prompt.files import write_atomically
 from coda_prompt.learner.calibration import probabilities
 from coda_prompt.learner.store import Description
 from coda_prompt.methods import Method
+from coda_prompt.storage.files import write_atomically
 
 
 class _Graph(nn.Module):

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from coda_prompt.data.folders import is_name
 from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
-from coda_prompt.files import LOCK, OWNER, FileFields, exclusive, write_atomically
 from coda_prompt.learner.card import card_of
+from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
 
 FORMAT = 1
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
@@ -40,7 +40,7 @@ LESSON = ".learning.json"
 LARGEST_HEADER = 100 * 2**20
 
 
-class TaskRecord(FileFields):
+class TaskRecord(FileSchema):
     """What one `learn` brought."""
 
     date: str
@@ -56,13 +56,13 @@ class TaskRecord(FileFields):
     """Images the temperature was fitted on."""
 
 
-class BackboneRecord(FileFields):
+class BackboneRecord(FileSchema):
     name: str
     fingerprint: str
     revision: str | None
 
 
-class Description(FileFields):
+class Description(FileSchema):
     """All that is known of a model but its tensors."""
 
     format: int = Field(ge=FORMAT, le=FORMAT)
@@ -201,7 +201,7 @@ def writing(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
     try:
-        with exclusive(folder, ModelBusy):
+        with exclusive_lock(folder, ModelBusy):
             _recover(folder)
             yield
     finally:

@@ -30,7 +30,7 @@ from coda_prompt.methods.base import (
     full_precision,
     split_prompts,
 )
-from coda_prompt.methods.folding import Folded
+from coda_prompt.methods.frozen_cache import FrozenCache
 from coda_prompt.methods.options import STRICT, check_blocks, check_length
 from coda_prompt.methods.orthogonal import (
     frobenius_penalty,
@@ -138,8 +138,8 @@ class CodaPrompt(PromptMethod):
         self.register_buffer("keys", torch.zeros(blocks, 0, width))
         self.register_buffer("attention", torch.zeros(blocks, 0, width))
         self.register_buffer("component_sizes", torch.zeros(0, dtype=torch.int64))
-        self._folded = Folded(folded)
-        self._frozen_error = {kind: Folded(gram_error) for kind in self.kinds}
+        self._folded = FrozenCache(folded)
+        self._frozen_error = {kind: FrozenCache(gram_error) for kind in self.kinds}
         self.new_components: nn.Parameter | None = None
         self.new_keys: nn.Parameter | None = None
         self.new_attention: nn.Parameter | None = None

@@ -16,8 +16,7 @@ from types import MappingProxyType
 import torch
 
 from coda_prompt.errors import BadOption, UnknownName
-from coda_prompt.files import file_sha256
-from coda_prompt.model import hub
+from coda_prompt.model import download
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.model.weights import (
     infer_config,
@@ -26,7 +25,8 @@ from coda_prompt.model.weights import (
     read_weights,
     write_weights,
 )
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.storage.files import file_sha256
 
 __all__ = [
     "CATALOG",
@@ -52,7 +52,7 @@ class Backbone:
     """The hub repository of `file`; None: the file is embedded in this package."""
     config: ViTConfig | None
     """None: the file itself says it, as embedded ones do. Likewise `pixels`."""
-    pixels: Pixels | None
+    pixels: Preprocessing | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +61,10 @@ class LoadedBackbone:
 
     name: str
     vit: ViT
-    pixels: Pixels
+    pixels: Preprocessing
     sha256: str
     revision: str | None
-    """The commit of the hub repository; None for a file that is not from the hub."""
+    """The commit of the hub repository; None for a file that is not from the download."""
 
 
 _TINY = ViTConfig(width=192, heads=3, mlp_width=768)
@@ -82,12 +82,12 @@ _SMALL_14_REGISTERS = ViTConfig(
     position_for_class=False,
 )
 
-_HALVES = Pixels()
-_IMAGENET = Pixels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+_HALVES = Preprocessing()
+_IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 def _on_hub(
-    name: str, repository: str, config: ViTConfig, pixels: Pixels, description: str
+    name: str, repository: str, config: ViTConfig, pixels: Preprocessing, description: str
 ) -> Backbone:
     return Backbone(name, description, "model.safetensors", f"timm/{repository}", config, pixels)
 
@@ -195,7 +195,7 @@ def load_backbone(
     if backbone.repository is None:
         with _embedded(backbone) as path:
             return _load(backbone.name, path, *_describe(path))
-    path, pin = hub.fetch(
+    path, pin = download.fetch(
         backbone.name, backbone.repository, backbone.file, cache=cache, endpoint=endpoint
     )
     config, pixels = _architecture(backbone)
@@ -203,7 +203,7 @@ def load_backbone(
 
 
 def _load(
-    name: str, path: Path, config: ViTConfig, pixels: Pixels, pin: hub.Pin | None = None
+    name: str, path: Path, config: ViTConfig, pixels: Preprocessing, pin: download.Pin | None = None
 ) -> LoadedBackbone:
     with torch.device("meta"):
         vit = ViT(config)
@@ -214,7 +214,7 @@ def _load(
     return LoadedBackbone(name, vit, pixels, pin.sha256, pin.revision)
 
 
-def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Pixels]:
+def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Preprocessing]:
     """Architecture and pixels of a file: its own word, else those of `like`, else a guess."""
     config, pixels = read_description(path)
     if like is not None:
@@ -232,7 +232,7 @@ def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Pixels]:
         )
     if pixels is None:
         halves = (0.5,) * config.channels
-        pixels = Pixels(config.image_size, config.channels, halves, halves)
+        pixels = Preprocessing(config.image_size, config.channels, halves, halves)
         log.warning(
             "%s does not say which pixels it expects. Assumed: %d x %d, mean 0.5, std 0.5.",
             path,
@@ -242,7 +242,7 @@ def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Pixels]:
     return config, pixels
 
 
-def _architecture(backbone: Backbone) -> tuple[ViTConfig, Pixels]:
+def _architecture(backbone: Backbone) -> tuple[ViTConfig, Preprocessing]:
     if backbone.config is not None and backbone.pixels is not None:
         return backbone.config, backbone.pixels
     with _embedded(backbone) as path:

@@ -27,13 +27,13 @@ from coda_prompt.errors import (
     ShapeMismatch,
     UnknownArchitecture,
 )
-from coda_prompt.files import write_atomically
 from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.storage.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-Described = TypeVar("Described", ViTConfig, Pixels)
+Described = TypeVar("Described", ViTConfig, Preprocessing)
 
 _FIRST_MLP = "blocks.0.mlp.fc1.weight"
 
@@ -65,7 +65,7 @@ def load_weights(vit: ViT, path: Path) -> None:
     vit.load_state_dict(read_weights(path, vit.config), assign=vit.cls_token.is_meta)
 
 
-def write_weights(path: Path, vit: ViT, pixels: Pixels) -> None:
+def write_weights(path: Path, vit: ViT, pixels: Preprocessing) -> None:
     """Write a backbone that says what it is; the file appears whole or not at all."""
     metadata = {
         "format": "pt",
@@ -76,13 +76,13 @@ def write_weights(path: Path, vit: ViT, pixels: Pixels) -> None:
     write_atomically(path, save(tensors, metadata))
 
 
-def read_description(path: Path) -> tuple[ViTConfig | None, Pixels | None]:
+def read_description(path: Path) -> tuple[ViTConfig | None, Preprocessing | None]:
     """Architecture and pixels as the file's metadata state them, where they do."""
     with _opened(path) as file:
         metadata = file.metadata() or {}
     return (
         _described(path, ViTConfig, metadata["vit"]) if "vit" in metadata else None,
-        _described(path, Pixels, metadata["pixels"]) if "pixels" in metadata else None,
+        _described(path, Preprocessing, metadata["pixels"]) if "pixels" in metadata else None,
     )
 
 

@@ -25,7 +25,7 @@ from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.serve.uploads import Example, image_of
-from coda_prompt.stopping import end_with
+from coda_prompt.shutdown import exit_with_parent
 from coda_prompt.training.settings import Event
 
 EVERY = 0.2
@@ -124,7 +124,7 @@ def learn(model: Path, examples: list[Example]) -> None:
 
 
 def main() -> None:
-    end_with(os.getppid(), 3)
+    exit_with_parent(os.getppid(), 3)
     try:
         learn(Path(sys.argv[1]), received(sys.stdin.buffer))
     except CodaError as error:

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from coda_prompt.console import visible
 from coda_prompt.errors import BadOption, CodaError, Interrupted, LostProcess
 from coda_prompt.methods import Method
-from coda_prompt.stopping import end_with
+from coda_prompt.shutdown import exit_with_parent
 
 Strategy = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
@@ -65,7 +65,7 @@ class _Launcher(_SubprocessScriptLauncher):
             threading.Thread(target=self._watch, daemon=True).start()
             atexit.register(self._end)
         elif PARENT in os.environ:
-            end_with(int(os.environ[PARENT]), CodaError.exit_code)
+            exit_with_parent(int(os.environ[PARENT]), CodaError.exit_code)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
@@ -123,12 +123,12 @@ class Replicated(DDPStrategy):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(method, names)
 
 
-class Spread(Replicated):
+class Sharded(Replicated):
     """The frozen backbone lies in parts on all devices, put together block by block when needed."""
 
     def place(self, method: Method) -> None:
         super().place(method)
-        check_spreadable(type(method), method.name)
+        check_shardable(type(method), method.name)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
         from torch.distributed.tensor import DTensor
@@ -141,7 +141,7 @@ class Spread(Replicated):
             register_fsdp_forward_method(block, "project")
 
 
-def check_spreadable(kind: type[Method], name: str) -> None:
+def check_shardable(kind: type[Method], name: str) -> None:
     if not kind.frozen_backbone:
         problem = f"{name} trains the backbone that fsdp spreads; use ddp"
         raise BadOption("the training", "strategy", problem)
@@ -181,7 +181,7 @@ class Devices:
         devices, nodes = self.devices or devices, self.nodes or nodes
         strategy: Any = "auto"
         if self.several:
-            kind = Spread if self.strategy == "fsdp" else Replicated
+            kind = Sharded if self.strategy == "fsdp" else Replicated
             strategy = kind(cluster_environment=None if outside else LightningEnvironment())
         arithmetic: dict[str, Any] = {"precision": self.precision}
         if self.precision == "64-true":
@@ -199,7 +199,7 @@ class Devices:
             raise BadOption("the training", "device", problem) from error
 
     @contextlib.contextmanager
-    def launched(self) -> Iterator[Fabric]:
+    def launch_processes(self) -> Iterator[Fabric]:
         """In all processes; what follows, the first one does alone.
 
         Where another one fails, the first one says why. A process that leaves while others still

@@ -30,8 +30,8 @@ from coda_prompt.errors import (
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.training.devices import Devices, Precision, Replicated, Spread, agreed
-from coda_prompt.training.keeping import Going, Keeper
+from coda_prompt.training.checkpointing import Checkpointer, Going
+from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, agreed
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.schedule import learning_rate
@@ -81,7 +81,7 @@ class Engine:
         method: Method,
         stream: Stream,
         *,
-        keeper: Keeper | None = None,
+        keeper: Checkpointer | None = None,
         result: Result | None = None,
         measure_every: int = 1,
     ) -> Result:
@@ -130,7 +130,7 @@ class Engine:
         *,
         past: Sequence[Task] = (),
         tasks: int = 0,
-        keeper: Keeper | None = None,
+        keeper: Checkpointer | None = None,
     ) -> list[float]:
         """Learn one task and return the mean loss of each epoch.
 
@@ -179,7 +179,7 @@ class Engine:
         past: Sequence[Task],
         index: int,
         tasks: int,
-        keeper: Keeper | None,
+        keeper: Checkpointer | None,
     ) -> list[float]:
         training = self.training
         start = training.learning_rate or method.learning_rate
@@ -377,7 +377,7 @@ class Engine:
 
     def _in_any(self, here: bool) -> bool:
         """Whether it is so in any process, where all have to do the same."""
-        if not isinstance(self.fabric.strategy, Spread):
+        if not isinstance(self.fabric.strategy, Sharded):
             return here
         return agreed(self.fabric, lambda: here)()
 

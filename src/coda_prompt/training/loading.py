@@ -19,7 +19,7 @@ from coda_prompt.data.images import (
 )
 from coda_prompt.data.stream import Samples
 from coda_prompt.errors import CodaError, LostLoader
-from coda_prompt.pixels import Pixels
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.seeding import keyed_generator
 
 
@@ -27,7 +27,7 @@ from coda_prompt.seeding import keyed_generator
 class Views:
     """How an image becomes a tensor, in training and in testing."""
 
-    pixels: Pixels
+    pixels: Preprocessing
     augmentation: Augmentation | None = field(default_factory=Augmentation)
     """None: training sees what testing sees."""
     resize: Literal["crop", "squash"] = "crop"

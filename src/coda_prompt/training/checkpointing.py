@@ -29,8 +29,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.errors import CorruptFile, Interrupted
-from coda_prompt.files import FileFields, file_sha256, write_atomically
 from coda_prompt.methods import Method
+from coda_prompt.storage.files import FileSchema, file_sha256, write_atomically
 from coda_prompt.training.settings import Event
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ OWN_NAME = re.compile(
 """Of its files, and of those that are being written."""
 
 
-class KeptFile(FileFields):
+class TensorFile(FileSchema):
     name: str = Field(pattern=FILE_NAME)
     sha256: str
     size: int = Field(ge=0)
@@ -55,7 +55,7 @@ class KeptFile(FileFields):
     """Tensors in it that go behind what earlier files have; the others stand for themselves."""
 
 
-class Checkpoint(FileFields):
+class Checkpoint(FileSchema):
     """Where a training stood: tasks done, and steps done of the one at hand."""
 
     format: int = Field(ge=FORMAT, le=FORMAT)
@@ -68,8 +68,8 @@ class Checkpoint(FileFields):
     """Of the epochs done in this task."""
     sum_of_losses: float
     """Of the steps done in this epoch."""
-    learned: list[KeptFile]
-    training: KeptFile | None
+    learned: list[TensorFile]
+    training: TensorFile | None
     notes: dict[str, Any]
     """The caller's own, as of then."""
 
@@ -84,7 +84,7 @@ class Going:
     sum_of_losses: float = 0.0
 
 
-class Keeper:
+class Checkpointer:
     """Keeps one training in a folder; `found` is where an earlier one stopped."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Keeper:
         self.other: Checkpoint | None = None
         """The newest whole one, where it is of another training."""
         self._stop, self._notes, self._kept = stop, notes, kept
-        self._learned: list[KeptFile] = []
+        self._learned: list[TensorFile] = []
         self._prefixes: dict[str, tuple[tuple[int, ...], str]] = {}
         """Of each tensor that grows, the shape and hash of what is on disk."""
         self._number = 0
@@ -234,22 +234,22 @@ class Keeper:
             if name in state
         }
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor], appended: list[str]) -> KeptFile:
+    def _write(self, name: str, tensors: Mapping[str, Tensor], appended: list[str]) -> TensorFile:
         held = {key: value.cpu().contiguous().clone() for key, value in tensors.items()}
         content = save(held)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / name, content)
         digest = hashlib.sha256(content).hexdigest()
-        return KeptFile(name=name, sha256=digest, size=len(content), appended=appended)
+        return TensorFile(name=name, sha256=digest, size=len(content), appended=appended)
 
-    def _tensors(self, file: KeptFile) -> dict[str, Tensor]:
+    def _tensors(self, file: TensorFile) -> dict[str, Tensor]:
         path = self.folder / file.name
         try:
             return load(path.read_bytes())
         except SafetensorError as error:
             raise CorruptFile(path, "is not what a training left") from error
 
-    def _write_checkpoint(self, task: int, going: Going, training: KeptFile | None) -> None:
+    def _write_checkpoint(self, task: int, going: Going, training: TensorFile | None) -> None:
         self._number += 1
         checkpoint = Checkpoint(
             format=FORMAT,

@@ -26,8 +26,8 @@ from coda_prompt.bench.runner import CHECKPOINTS, RESULT
 from coda_prompt.data.stream import Stream, cut
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import METHODS, Method
+from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.keeping import Keeper
 from coda_prompt.training.settings import Result, Training
 
 OPTIONS: dict[str, dict[str, Any]] = {"er-5000": {"buffer": 8}, "ranpac": {"width": 40}}
@@ -52,7 +52,7 @@ def kept_run(
         matrices = {"matrix": result.matrix.tolist(), "own": result.own_classes.tolist()}
         return {"result": json.loads(json.dumps({**matrices, "losses": result.losses}))}
 
-    keeper = Keeper(folder, {"name": name}, every=0, stop=stop, notes=notes)
+    keeper = Checkpointer(folder, {"name": name}, every=0, stop=stop, notes=notes)
     if keeper.found is not None:
         held = keeper.found.notes["result"]
         result.matrix[:], result.own_classes[:] = held["matrix"], held["own"]
@@ -141,8 +141,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
 
 def test_a_checkpoint_of_another_training_is_not_taken(tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 3)
-    assert Keeper(tmp_path, {"name": "coda-p"}).found is not None
-    assert Keeper(tmp_path, {"name": "ft"}).found is None
+    assert Checkpointer(tmp_path, {"name": "coda-p"}).found is not None
+    assert Checkpointer(tmp_path, {"name": "ft"}).found is None
 
 
 def test_tasks_write_only_what_they_add(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_paths_in_a_checkpoint_cannot_leave_the_folder(tmp_path: Path) -> None:
     for path in tmp_path.glob("checkpoint-*"):
         text = path.read_text().replace("training-", "../training-")
         path.write_text(text)
-    assert Keeper(tmp_path, {"name": "coda-p"}).found is None
+    assert Checkpointer(tmp_path, {"name": "coda-p"}).found is None
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     others = [tmp_path / name for name in (".DS_Store", "training-of-mine.safetensors", ".a.tmp")]
     for path in others:
         path.touch()
-    keeper = Keeper(tmp_path, {"name": "coda-p"})
+    keeper = Checkpointer(tmp_path, {"name": "coda-p"})
     keeper.remove()
     assert sorted(tmp_path.iterdir()) == sorted(others)
 

@@ -17,7 +17,7 @@ LOCK = ".lock"
 OWNER = f"{LOCK}.owner"
 
 
-class FileFields(BaseModel):
+class FileSchema(BaseModel):
     """What a file of this program says; a field that is unknown or of another type is damage."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -56,7 +56,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, busy: Callable[[Path, str], Exception]) -> Iterator[None]:
+def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iterator[None]:
     """One writer at a time. The system frees the lock of a process that died."""
     lock, owner = filelock.FileLock(folder / LOCK, timeout=0), folder / OWNER
     try:
@@ -83,7 +83,7 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def own_cache() -> Path:
+def user_cache_dir() -> Path:
     """What this user's runs keep for later and can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
 

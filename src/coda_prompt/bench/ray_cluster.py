@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from coda_prompt.bench.inputs import Inputs
-from coda_prompt.bench.parallel import LAST_STEP
+from coda_prompt.bench.processes import LAST_STEP
 from coda_prompt.bench.runner import OnEvent, Run, execute
 from coda_prompt.errors import BadOption, CodaError, Interrupted, LostWorker, MissingExtra
-from coda_prompt.stopping import Stop
+from coda_prompt.shutdown import ShutdownFlag
 from coda_prompt.training.settings import Event
 
 RETRIES = 5
@@ -111,8 +111,8 @@ def _all(ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> 
         device = "cpu" if run.device == "auto" and not cluster.gpus else run.device
         there = dataclasses.replace(run, folder=run.folder.absolute(), device=device)
         waiting[task.remote(there, number, board, str(Path.cwd()), threads)] = number
-    stop = Stop()
-    with stop.heeded():
+    stop = ShutdownFlag()
+    with stop.handling_signals():
         while waiting and not stop():
             ended, _ = ray.wait(list(waiting), num_returns=1, timeout=PAUSE)
             for number, event in _result(ray, board.news.remote()):

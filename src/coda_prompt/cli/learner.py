@@ -15,6 +15,7 @@ from rich.progress import TimeRemainingColumn
 
 from coda_prompt.console import Bar, messages, output, print_json, printable, say, table
 from coda_prompt.data.images import open_image
+from coda_prompt.data.resolve import Labelled, image_paths
 from coda_prompt.errors import (
     BadImage,
     BadImages,
@@ -28,11 +29,10 @@ from coda_prompt.learner import store
 from coda_prompt.learner.advice import UNKNOWN, summary
 from coda_prompt.learner.card import percent
 from coda_prompt.learner.classifier import ContinualClassifier
-from coda_prompt.learner.inputs import Labelled, image_paths
 from coda_prompt.learner.results import Learned
-from coda_prompt.stopping import Stop
+from coda_prompt.shutdown import ShutdownFlag
+from coda_prompt.training.checkpointing import heed
 from coda_prompt.training.devices import Devices, agreed
-from coda_prompt.training.keeping import heed
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Event
 
@@ -55,8 +55,8 @@ def learn(
     as_json: bool,
 ) -> None:
     """Make or continue a model; the folder is replaced in one step when all is learned."""
-    stop = Stop()
-    with devices.launched() as fabric, contextlib.ExitStack() as heeding:
+    stop = ShutdownFlag()
+    with devices.launch_processes() as fabric, contextlib.ExitStack() as heeding:
         console, first = messages(), fabric.global_rank == 0
         if first:
             heeding.enter_context(store.writing(model))
@@ -82,7 +82,7 @@ def learn(
                 say(console, f"left out: {problem}")
             for warning in warnings:
                 say(console, f"warning: {warning}", style="yellow")
-            heeding.enter_context(stop.heeded())
+            heeding.enter_context(stop.handling_signals())
 
         asked = agreed(fabric, stop)
         with Going(console) as going:

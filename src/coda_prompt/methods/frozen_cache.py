@@ -11,7 +11,7 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
-class Folded(Generic[Value]):
+class FrozenCache(Generic[Value]):
     """A function of frozen tensors that computes again only when they are others or changed."""
 
     def __init__(self, compute: Callable[..., Value]) -> None:

@@ -14,7 +14,7 @@ _following = threading.Event()
 """Whether this process was started for another one, with which it ends."""
 
 
-class Stop:
+class ShutdownFlag:
     """Whether the user has asked to stop; asked twice, the program ends where it is."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Stop:
         return self.asked
 
     @contextlib.contextmanager
-    def heeded(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """Signals ask from here on."""
         with _handled(self._ask):
             yield
@@ -57,7 +57,7 @@ def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
             signal.signal(kind, earlier)
 
 
-def end_with(parent: int | None, code: int) -> None:
+def exit_with_parent(parent: int | None, code: int) -> None:
     """Started for another process, this one does not outlive it: one that was killed cannot see to
     that itself."""
     _following.set()

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset
 
-from coda_prompt.data import hub, shards
+from coda_prompt.data import hf_datasets, shards
 from coda_prompt.data.folders import (
     class_folders,
     images_below,
@@ -25,7 +25,7 @@ from coda_prompt.data.folders import (
     is_name,
     other_files,
 )
-from coda_prompt.data.hub import HubSplit
+from coda_prompt.data.hf_datasets import HubSplit
 from coda_prompt.data.images import READABLE, open_image, upright
 from coda_prompt.data.shards import ShardSplit
 from coda_prompt.data.sources import ArraySplit, FileSplit, Integers
@@ -97,8 +97,8 @@ def labelled(
 def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
     if isinstance(data, str | os.PathLike) and labels is not None:
         raise BadOption("the images", "labels", "a folder names its classes itself; leave them out")
-    if isinstance(data, str) and data.startswith(hub.PREFIX):
-        return Labelled(*hub.hub_part(data.removeprefix(hub.PREFIX), part))
+    if isinstance(data, str) and data.startswith(hf_datasets.PREFIX):
+        return Labelled(*hf_datasets.hub_part(data.removeprefix(hf_datasets.PREFIX), part))
     if isinstance(data, str) and data.startswith(shards.PREFIX):
         return Labelled(*shards.shard_part(data.removeprefix(shards.PREFIX), part))
     if isinstance(data, str | os.PathLike):
@@ -280,7 +280,7 @@ def _problem(path: str) -> BadImage | None:
 def _dataset(data: Any, skip_bad: bool) -> Labelled:
     """Anything with a length that gives (image, label) pairs, or a dataset of the hub's package."""
     if hasattr(data, "features") and hasattr(data, "column_names"):
-        return Labelled(*hub.labelled_rows("the dataset", data))
+        return Labelled(*hf_datasets.labelled_rows("the dataset", data))
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise BadOption(
             "the images", "data", f"cannot take {type(data).__name__} for labelled images"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from coda_prompt.data import cifar, domainnet, imagenet_r
+from coda_prompt.data.paper import cifar, domainnet, imagenet_r
 from coda_prompt.data.sources import Source
 from coda_prompt.errors import BadOption, MissingData
 

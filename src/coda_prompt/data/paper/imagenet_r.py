@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coda_prompt.data.lists import Listed, check_path, listed_source
+from coda_prompt.data.paper.lists import Listed, check_path, listed_source
 from coda_prompt.data.sources import FileSplit, Source, Split, folder_source
 from coda_prompt.errors import CorruptFile, MissingData
 

@@ -15,7 +15,7 @@ import torch
 from coda_prompt.bench.inputs import Inputs
 from coda_prompt.bench.runner import OnEvent, Run, execute
 from coda_prompt.errors import CodaError, Interrupted, LostWorker
-from coda_prompt.stopping import KINDS, Stop, end_with, ignored
+from coda_prompt.shutdown import KINDS, ShutdownFlag, exit_with_parent, ignored
 from coda_prompt.training.settings import Event
 
 LAST_STEP = 600
@@ -38,9 +38,9 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
     with ignored():  # from birth: the parent tells them to stop
         for worker in workers:
             worker.start()
-    stop = Stop()
+    stop = ShutdownFlag()
     try:
-        with stop.heeded():
+        with stop.handling_signals():
             for number, news in _news(workers, told, len(runs), stop):
                 if isinstance(news, Event):
                     on_event(runs[number], news)
@@ -60,7 +60,7 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
 
 
 def _news(
-    workers: Sequence[BaseProcess], told: Any, left: int, stop: Stop
+    workers: Sequence[BaseProcess], told: Any, left: int, stop: ShutdownFlag
 ) -> Iterator[tuple[int, Event | str | None]]:
     """What the workers tell, until all runs are done or all is to stop."""
     while left and not stop():
@@ -80,7 +80,7 @@ def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any)
     for kind in KINDS:
         signal.signal(kind, signal.SIG_IGN)  # also where the parent could not see to it
     parent = multiprocessing.parent_process()
-    end_with(None if parent is None else parent.pid, 1)
+    exit_with_parent(None if parent is None else parent.pid, 1)
     torch.set_num_threads(threads)
     inputs = Inputs()
     while not stopping.is_set() and (number := waiting.get()) is not None:

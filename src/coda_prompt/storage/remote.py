@@ -9,7 +9,7 @@ from fsspec.core import url_to_fs
 from coda_prompt.errors import BadOption, MissingData
 
 
-class Address:
+class RemotePath:
     """The files behind an address; what fails there is told in words."""
 
     def __init__(self, address: str, command: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coda_prompt.data.lists import Listed, check_path, listed_source
+from coda_prompt.data.paper.lists import Listed, check_path, listed_source
 from coda_prompt.data.sources import Source
 from coda_prompt.errors import CorruptFile, MissingData
 

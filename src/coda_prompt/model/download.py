@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coda_prompt.errors import BackboneUnavailable, CorruptFile, HashMismatch
-from coda_prompt.files import file_sha256, write_atomically
+from coda_prompt.storage.files import file_sha256, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coda_prompt.data.opcodes import plain_values
+from coda_prompt.data.paper.cifar_pickle import plain_values
 from coda_prompt.data.sources import ArraySplit, Source, folder_source
 from coda_prompt.errors import CorruptFile, MissingData
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pixels:
+class Preprocessing:
     """Size, channels and normalisation of the images a set of weights was trained on."""
 
     size: int = 224
@@ -15,8 +15,8 @@ class Pixels:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     interpolation: str = "bicubic"
 
-    def unnormalised(self) -> Pixels:
+    def unnormalised(self) -> Preprocessing:
         """The same image size with values in [0, 1], as the paper fed them."""
-        return Pixels(
+        return Preprocessing(
             self.size, self.channels, (0.0,) * self.channels, (1.0,) * self.channels, "bilinear"
         )

@@ -10,9 +10,9 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from coda_prompt.addresses import Address
 from coda_prompt.errors import MissingData
-from coda_prompt.files import own_cache
+from coda_prompt.storage.files import user_cache_dir
+from coda_prompt.storage.remote import RemotePath
 
 LOCAL = "file://"
 OWN = (".lock", ".tmp", ".owner")
@@ -21,20 +21,22 @@ LAST = ("checkpoint-", "result.json")
 """Files that name others go after them."""
 
 
-def copy_of(out: str) -> tuple[Path, str | None]:
+def local_copy(out: str) -> tuple[Path, str | None]:
     """The folder to work in, and the address it is a copy of, if `out` is one."""
     if out.startswith(LOCAL):
         return Path(out.removeprefix(LOCAL)), None
     if "://" not in out:
         return Path(out), None
-    return own_cache() / f"runs-{hashlib.sha256(out.encode()).hexdigest()[:16]}", out.rstrip("/")
+    return user_cache_dir() / f"runs-{hashlib.sha256(out.encode()).hexdigest()[:16]}", out.rstrip(
+        "/"
+    )
 
 
 class Mirror:
     """A folder here and its twin there."""
 
     def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self._home = folder, Address(address, "coda bench")
+        self.folder, self._home = folder, RemotePath(address, "coda bench")
         self._made: set[str] = set()
         """Folders that are there, where the place has such."""
         self._there: dict[str, tuple[int, int]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from coda_prompt.bench import plots, tables
 from coda_prompt.bench.report import FinishedRun, grouped, rows, sweep_rows
 from coda_prompt.bench.tables import Table
-from coda_prompt.files import write_atomically
+from coda_prompt.storage.files import write_atomically
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;

@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from coda_prompt.bench import page, plots, report, tables
-from coda_prompt.bench.cluster import Cluster, run_on_ray
+from coda_prompt.bench import html, plots, report, tables
 from coda_prompt.bench.config import Benchmark, Override, check_rows, load_benchmark
-from coda_prompt.bench.mirror import Mirror, copy_of
-from coda_prompt.bench.parallel import run_in_parallel
+from coda_prompt.bench.processes import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
+from coda_prompt.bench.ray_cluster import Cluster, run_on_ray
 from coda_prompt.bench.runner import OnEvent, Run, row_folder, run_in_turn, runs_of, write_json
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.console import messages, output, print_json
 from coda_prompt.errors import BadOption, RunBusy
-from coda_prompt.files import exclusive
-from coda_prompt.training.devices import Devices, check_spreadable
+from coda_prompt.storage.files import exclusive_lock
+from coda_prompt.storage.mirror import Mirror, local_copy
+from coda_prompt.training.devices import Devices, check_shardable
 
 SAVED = "benchmark.json"
 """The resolved benchmark beside its runs; `coda bench` takes it as it takes a preset."""
 
 
 @dataclass(frozen=True)
-class Manner:
+class RunOptions:
     """How runs are done and shown; no number depends on it."""
 
     out: str
@@ -59,18 +59,18 @@ class Manner:
     @property
     def folder(self) -> Path:
         """Here; where `out` is an address, a copy."""
-        return copy_of(self.out)[0]
+        return local_copy(self.out)[0]
 
     @property
     def home(self) -> str | None:
-        return copy_of(self.out)[1]
+        return local_copy(self.out)[1]
 
     @cached_property
     def mirror(self) -> Mirror | None:
         return None if self.home is None else Mirror(self.folder, self.home)
 
 
-def bench(name: str, chosen: str | None, overrides: Sequence[Override], manner: Manner) -> None:
+def bench(name: str, chosen: str | None, overrides: Sequence[Override], manner: RunOptions) -> None:
     benchmark = load_benchmark(name, overrides)
     names = _methods(benchmark, chosen)
     runs = runs_of(benchmark, names, manner.folder)
@@ -97,7 +97,7 @@ def sweep(
     chosen: str,
     values: str,
     overrides: Sequence[Override],
-    manner: Manner,
+    manner: RunOptions,
 ) -> None:
     found = load_sweep(name, benchmark, _split(chosen), values)
     runs = sweep_runs(found, overrides, manner.folder)
@@ -119,7 +119,7 @@ def sweep(
 
 
 def write_report(place: str, out: Path, *, as_json: bool) -> None:
-    folder, home = copy_of(place)
+    folder, home = local_copy(place)
     if home is not None:
         with tempfile.TemporaryDirectory() as copy:  # a benchmark may be at work in its own
             Mirror(Path(copy) / "runs", home).pull()
@@ -130,7 +130,7 @@ def write_report(place: str, out: Path, *, as_json: bool) -> None:
 
 def _write_report(folder: Path, out: Path, as_json: bool) -> None:
     runs = report.read_runs(folder)
-    parts, written = page.write_report(runs, folder, out)
+    parts, written = html.write_report(runs, folder, out)
     if as_json:
         print_json({"parts": {part.title: part.rows for part in parts}})
         return
@@ -143,19 +143,19 @@ def _write_report(folder: Path, out: Path, as_json: bool) -> None:
 
 
 def _run_all(
-    runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
+    runs: Sequence[Run], manner: RunOptions, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
     """Do what is not done yet."""
     if manner.mirror is None:
         return _run_here(runs, manner, saved)
     lock = manner.folder.with_name(f"{manner.folder.name}.lock")
     lock.mkdir(parents=True, exist_ok=True)
-    with exclusive(lock, RunBusy):
+    with exclusive_lock(lock, RunBusy):
         return _run_here(runs, manner, saved)
 
 
 def _run_here(
-    runs: Sequence[Run], manner: Manner, saved: dict[Path, Benchmark]
+    runs: Sequence[Run], manner: RunOptions, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
     folder, home, mirror = manner.folder, manner.home, manner.mirror
     if mirror is not None:
@@ -173,7 +173,7 @@ def _run_here(
     todo = [run for run in runs if not run.finished()]
     if manner.devices.strategy == "fsdp":
         for run in todo:
-            check_spreadable(run.benchmark.entry_of(run.method).type, run.method)
+            check_shardable(run.benchmark.entry_of(run.method).type, run.method)
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))
@@ -188,7 +188,9 @@ def _run_here(
 
 
 @contextlib.contextmanager
-def _executor(todo: Sequence[Run], manner: Manner) -> Iterator[Callable[[OnEvent], Iterator[Run]]]:
+def _executor(
+    todo: Sequence[Run], manner: RunOptions
+) -> Iterator[Callable[[OnEvent], Iterator[Run]]]:
     """What does these runs and yields each when it is done."""
     if manner.cluster is not None:
         cluster = manner.cluster
@@ -199,7 +201,7 @@ def _executor(todo: Sequence[Run], manner: Manner) -> Iterator[Callable[[OnEvent
         precision, *others = {run.benchmark.precision for run in todo} or {"32-true"}
         if others:
             raise BadOption("coda sweep", "devices", "runs of several precisions have one each")
-        with dataclasses.replace(manner.devices, precision=precision).launched() as fabric:
+        with dataclasses.replace(manner.devices, precision=precision).launch_processes() as fabric:
             yield lambda on_event: run_in_turn(todo, on_event, fabric)
     else:
         yield lambda on_event: run_in_turn(todo, on_event)

@@ -18,8 +18,8 @@ from coda_prompt.console import visible
 from coda_prompt.errors import BadOption, CodaError, Interrupted
 
 if TYPE_CHECKING:
-    from coda_prompt.bench.cluster import Cluster
     from coda_prompt.bench.config import Override
+    from coda_prompt.bench.ray_cluster import Cluster
     from coda_prompt.training.devices import Devices
 
 app = typer.Typer(
@@ -199,7 +199,7 @@ def bench(
 
     Finished runs are not run again: the same command continues an interrupted benchmark.
     """
-    from coda_prompt.bench import command
+    from coda_prompt.cli import bench as command
 
     overrides = _overrides(data, override, trials, precision)
     if validation:
@@ -210,7 +210,7 @@ def bench(
         overrides.append((("one_stage",), True))
     elif queries is not None:
         overrides.append((("training", "queries"), queries))
-    manner = command.Manner(
+    manner = command.RunOptions(
         out, jobs, _devices(device, devices, nodes, strategy),
         _cluster(executor, address, cpus, gpus), tensorboard, keep, dry_run, as_json,
     )  # fmt: skip
@@ -258,9 +258,9 @@ def sweep(
 
     The sweeps that come with the package test on validation data.
     """
-    from coda_prompt.bench import command
+    from coda_prompt.cli import bench as command
 
-    manner = command.Manner(
+    manner = command.RunOptions(
         out, jobs, _devices(device, devices, nodes, strategy),
         _cluster(executor, address, cpus, gpus), tensorboard, keep, dry_run, as_json,
     )  # fmt: skip
@@ -277,7 +277,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Tables and pictures of finished runs: terminal, Markdown, CSV, LaTeX, and one HTML page."""
-    from coda_prompt.bench import command
+    from coda_prompt.cli import bench as command
 
     command.write_report(runs, out, as_json=as_json)
 
@@ -350,7 +350,7 @@ def learn(
 
     Folders named like known classes continue these. No image is kept.
     """
-    from coda_prompt.learner import command
+    from coda_prompt.cli import learner as command
 
     command.learn(
         model, folder, backbone=backbone, method=method,
@@ -381,7 +381,7 @@ def predict(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV on standard output.")] = False,
 ) -> None:
     """Name the class of images."""
-    from coda_prompt.learner import command
+    from coda_prompt.cli import learner as command
 
     command.predict(
         model, images, top=top, unknown_below=unknown_below, device=device, skip_bad=skip_bad,
@@ -398,7 +398,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model: over all, each class, and what each task kept."""
-    from coda_prompt.learner import command
+    from coda_prompt.cli import learner as command
 
     command.evaluate(model, folder, device=device, skip_bad=skip_bad, as_json=as_json)
 
@@ -406,7 +406,7 @@ def evaluate(
 @app.command(epilog="Example: `coda info my-model`")
 def info(model: Model, as_json: AsJson = False) -> None:
     """What a model has learned, when, and how large it is."""
-    from coda_prompt.learner import command
+    from coda_prompt.cli import learner as command
 
     command.info(model, as_json=as_json)
 
@@ -414,7 +414,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: `coda undo my-model`")
 def undo(model: Model) -> None:
     """Take back the newest task: the model is, bit for bit, what it was before."""
-    from coda_prompt.learner import command
+    from coda_prompt.cli import learner as command
 
     command.undo(model)
 
@@ -425,7 +425,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
 ) -> None:
     """Write a model with its backbone as one ONNX graph that runs without torch."""
-    from coda_prompt.learner import command
+    from coda_prompt.cli import learner as command
 
     command.export(model, out)
 
@@ -449,7 +449,7 @@ def serve(
     device: Device = "auto",
 ) -> None:
     """Answer and learn over HTTP, with a page to draw, teach and see."""
-    from coda_prompt.serve import command
+    from coda_prompt.cli import serve as command
 
     command.serve(model, host=host, port=port, token=token, batching=batching, device=device)
 
@@ -478,7 +478,7 @@ def _devices(
 def _cluster(
     executor: str, address: str | None, cpus: float | None, gpus: float | None
 ) -> Cluster | None:
-    from coda_prompt.bench.cluster import Cluster
+    from coda_prompt.bench.ray_cluster import Cluster
 
     given: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus}
     asked = {field: value for field, value in given.items() if value is not None}

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source
 from coda_prompt.cli import app
-from coda_prompt.data import hub, packing
-from coda_prompt.data.hub import hub_part, hub_source, hub_streams
+from coda_prompt.data import hf_datasets, packing
+from coda_prompt.data.hf_datasets import hub_part, hub_source, hub_streams
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source, folder_source
@@ -158,10 +158,10 @@ def test_packing_goes_on_after_a_stop(
     with pytest.raises(MissingData):
         shard_source(place)
     started: list[int] = []
-    skipped = hub.HubStream.examples
+    skipped = hf_datasets.HubStream.examples
     with monkeypatch.context() as patched:
         patched.setattr(
-            hub.HubStream,
+            hf_datasets.HubStream,
             "examples",
             lambda self, first: (started.append(first), skipped(self, first))[1],
         )
