@@ -418,7 +418,7 @@ def pipeline(quick: bool) -> list[dict[str, Any]]:
             photograph.save(path, quality=90)
         split = FileSplit([str(path) for path in paths], np.zeros(len(paths), np.int64))
         whole = FileSplit(split.paths, split.labels)
-        whole.image = lambda index, shortest=None: open_image(split.paths[index])  # type: ignore[method-assign]
+        whole.image = lambda index, min_side=None: open_image(split.paths[index])  # type: ignore[method-assign]
         order = [list(range(first, first + 16)) for first in range(0, len(paths), 16)]
         for what, source, workers in (
             ("decoded in full", whole, 0),

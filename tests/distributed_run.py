@@ -16,7 +16,7 @@ from small import AUGMENTED_VIEWS, patterns, tiny_vit
 from torch import Tensor
 
 from coda_prompt import methods
-from coda_prompt.data.stream import cut
+from coda_prompt.data.stream import make_stream
 from coda_prompt.methods import METHODS
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Event, Training
@@ -38,7 +38,7 @@ def two_tasks(name: str, fabric: Fabric, **training: Any) -> dict[str, Tensor]:
     """
     decay = 0.01 if METHODS[name].type.frozen_backbone else 0.0
     settings = {"epochs": 2, "batch_size": 16, "learning_rate": 1e-3, "weight_decay": decay}
-    stream = cut(patterns(classes=6, train=11, test=7), tasks=2)
+    stream = make_stream(patterns(classes=6, train=11, test=7), tasks=2)
     method = methods.make(name, tiny_vit(), **OPTIONS.get(name, {}))
     found: dict[str, Tensor] = {}
 

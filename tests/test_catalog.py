@@ -204,7 +204,9 @@ def test_the_catalogue_names_the_backbones_of_the_issue_and_cannot_be_changed() 
 def test_the_papers_backbone_is_the_full_timm_name_with_mean_and_std_of_one_half() -> None:
     backbone = CATALOG["vit-b16-in1k"]
     assert backbone.repository == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
-    assert backbone.pixels == Preprocessing(224, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic")
+    assert backbone.preprocessing == Preprocessing(
+        224, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic"
+    )
     assert backbone.config == ViTConfig()
 
 
@@ -212,7 +214,7 @@ def test_backbones_by_facebook_expect_the_mean_and_std_of_imagenet() -> None:
     imagenet = Preprocessing(224, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic")
     for name, backbone in CATALOG.items():
         if name.startswith(("deit", "dino", "mae")):
-            assert backbone.pixels == imagenet
+            assert backbone.preprocessing == imagenet
 
 
 def test_an_unknown_name_is_an_error_that_suggests_the_nearest(tmp_path: Path) -> None:
@@ -231,13 +233,13 @@ def test_the_catalogue_agrees_with_timm() -> None:
         if backbone.repository is None:
             continue
         assert backbone.config is not None
-        assert backbone.pixels is not None
+        assert backbone.preprocessing is not None
         name = backbone.repository.removeprefix("timm/")
         declared = timm.get_pretrained_cfg(name)
         assert declared.hf_hub_id == backbone.repository
-        assert declared.mean == backbone.pixels.mean
-        assert declared.std == backbone.pixels.std
-        assert declared.interpolation == backbone.pixels.interpolation
+        assert declared.mean == backbone.preprocessing.mean
+        assert declared.std == backbone.preprocessing.std
+        assert declared.interpolation == backbone.preprocessing.interpolation
         with torch.device("meta"):
             theirs = timm.create_model(name, img_size=224, num_classes=0)
             ours = ViT(backbone.config)
@@ -259,7 +261,7 @@ def test_a_checkpoint_with_timms_keys_loads_with_nothing_left_over(
     path = checkpoint(zeros(LAYOUTS[name], torch.float16))
     loaded = load_backbone(str(path), like=name)
     assert loaded.vit.config == CATALOG[name].config
-    assert loaded.pixels == CATALOG[name].pixels
+    assert loaded.preprocessing == CATALOG[name].preprocessing
     assert not loaded.vit.training
     for parameter in loaded.vit.parameters():
         assert not parameter.requires_grad
@@ -426,7 +428,7 @@ def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
     write_weights(path, vit, pixels)
 
     loaded = load_backbone(str(path))
-    assert (loaded.vit.config, loaded.pixels) == (config, pixels)
+    assert (loaded.vit.config, loaded.preprocessing) == (config, pixels)
     assert loaded.vit.fingerprint() == vit.fingerprint()
     assert loaded.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert loaded.name == str(path)
@@ -447,7 +449,7 @@ def test_what_a_file_says_goes_before_like(tmp_path: Path) -> None:
     path = tmp_path / "own.safetensors"
     write_weights(path, small_vit(), Preprocessing(32))
     loaded = load_backbone(str(path), like="vit-b16-in1k")
-    assert (loaded.vit.config, loaded.pixels) == (SMALL_CONFIG, Preprocessing(32))
+    assert (loaded.vit.config, loaded.preprocessing) == (SMALL_CONFIG, Preprocessing(32))
 
 
 def test_a_write_that_fails_leaves_the_old_file(
@@ -547,7 +549,7 @@ def test_the_architecture_of_a_silent_file_is_inferred_and_said(
     path = checkpoint(zeros(shapes))
     loaded = load_backbone(str(path))
     assert loaded.vit.config == config
-    assert loaded.pixels == Preprocessing(config.image_size, 3, (0.5,) * 3, (0.5,) * 3)
+    assert loaded.preprocessing == Preprocessing(config.image_size, 3, (0.5,) * 3, (0.5,) * 3)
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert any("width" in warning and str(path) in warning for warning in warnings)
     assert any("mean 0.5, std 0.5" in warning for warning in warnings)
@@ -580,8 +582,10 @@ def test_like_must_be_a_known_name_and_goes_with_a_path_only(checkpoint: Checkpo
 def test_the_embedded_backbone_needs_no_network_and_says_what_it_is() -> None:
     loaded = load_backbone("pocket", endpoint="http://127.0.0.1:9")
     assert loaded.revision is None
-    assert loaded.vit.config.image_size == loaded.pixels.size
-    images = torch.rand(2, loaded.pixels.channels, loaded.pixels.size, loaded.pixels.size)
+    assert loaded.vit.config.image_size == loaded.preprocessing.size
+    images = torch.rand(
+        2, loaded.preprocessing.channels, loaded.preprocessing.size, loaded.preprocessing.size
+    )
     assert loaded.vit.features(images).shape == (2, loaded.vit.config.width)
 
 

@@ -23,7 +23,7 @@ from small import AUGMENTED_VIEWS, coda, patterns, started_coda, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.bench.runner import CHECKPOINTS, RESULT
-from coda_prompt.data.stream import Stream, cut
+from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import METHODS, Method
 from coda_prompt.training.checkpointing import Checkpointer
@@ -35,7 +35,7 @@ TRAINING: dict[str, Any] = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
 
 
 def stream() -> Stream:
-    return cut(patterns(6, 7, test=4), tasks=3)
+    return make_stream(patterns(6, 7, test=4), tasks=3)
 
 
 def made(name: str) -> Method:

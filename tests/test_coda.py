@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from coda_prompt import methods
-from coda_prompt.data.stream import cut
+from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.frozen_cache import FrozenCache
@@ -239,7 +239,7 @@ def test_what_follows_from_frozen_components_is_worked_out_once_and_anew_when_th
 
 def test_an_early_query_takes_no_second_pass_and_its_model_is_whole() -> None:
     method = methods.make("coda-p", tiny_vit(), query="early", blocks=(1, 2, 3), components=6)
-    stream = cut(patterns(4, 6), tasks=2)
+    stream = make_stream(patterns(4, 6), tasks=2)
     engine = Engine(PLAIN_VIEWS, Training(epochs=1))
     engine.run(method, stream)
     samples = stream.tasks[0].test

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from coda_prompt import methods
-from coda_prompt.data.stream import Samples, Task, cut
+from coda_prompt.data.stream import Samples, Task, make_stream
 from coda_prompt.methods import METHODS, Method, PromptMethod
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Training
@@ -29,7 +29,7 @@ def engine(**options: Any) -> Engine:
 
 
 def stream_of(class_lists: list[list[str]], train: int = 10) -> tuple[Task, ...]:
-    return cut(patterns(classes=10, train=train), class_lists=class_lists).tasks
+    return make_stream(patterns(classes=10, train=train), class_lists=class_lists).tasks
 
 
 def learned(name: str, class_lists: list[list[str]], **options: Any) -> Method:
@@ -59,7 +59,7 @@ def frozen_parts(method: Method) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_stream_of_three_uneven_tasks(name: str) -> None:
-    stream = cut(patterns(classes=9, train=10), class_lists=UNEVEN)
+    stream = make_stream(patterns(classes=9, train=10), class_lists=UNEVEN)
     method = methods.make(name, tiny_vit())
     result = engine().run(method, stream)
     assert method.logits(some_images()).shape == (5, 9)
@@ -219,7 +219,7 @@ def test_no_backbone_tensor_is_in_the_learned_state(name: str) -> None:
 def test_a_seeded_run_repeats_bit_for_bit(name: str) -> None:
     def run() -> tuple[np.ndarray, dict[str, Tensor]]:
         method = methods.make(name, tiny_vit())
-        result = engine(seed=3).run(method, cut(patterns(9, 6), class_lists=UNEVEN))
+        result = engine(seed=3).run(method, make_stream(patterns(9, 6), class_lists=UNEVEN))
         return result.matrix, method.learned_state()
 
     (matrix, state), (matrix_again, state_again) = run(), run()

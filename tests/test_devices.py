@@ -141,7 +141,7 @@ def on_two_processes(folder: Path, strategy: str, *lines: str) -> str:
         "from small import AUGMENTED_VIEWS, brief, patterns, tiny_vit\n"
         "from torch import distributed\n"
         "from coda_prompt import methods\n"
-        "from coda_prompt.data.stream import cut\n"
+        "from coda_prompt.data.stream import make_stream\n"
         "from coda_prompt.training.devices import Devices\n"
         "from coda_prompt.training.engine import Engine\n"
         f"with Devices('cpu', 2, strategy='{strategy}').launch_processes() as fabric:\n"
@@ -173,7 +173,7 @@ def test_an_evaluation_counts_every_image_once(tmp_path: Path) -> None:
         "see, seen = engine.queries.see, []",
         "engine.queries.see = lambda *given: (seen.extend(given[1].positions), see(*given))[1]",
         "for images in (1, 2, 7):",
-        "    test = cut(patterns(classes=2, train=2, test=7), tasks=1).tasks[0].test",
+        "    test = make_stream(patterns(classes=2, train=2, test=7), tasks=1).tasks[0].test",
         "    engine.evaluate(method, test.subset(range(images)), (0, 1))",
         "    shares = [None, None]",
         "    distributed.all_gather_object(shares, [int(position) for position in seen])",

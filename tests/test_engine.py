@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coda_prompt import methods
 from coda_prompt.data.resolve import MemorySplit
-from coda_prompt.data.stream import Samples, Stream, Task, cut
+from coda_prompt.data.stream import Samples, Stream, Task, make_stream
 from coda_prompt.errors import (
     BadImage,
     BadOption,
@@ -83,7 +83,7 @@ def trained(
     watched = Watched(methods.make(name, tiny_vit()))
     settings = Training(**{"epochs": 2, "batch_size": 8} | training)
     engine = Engine(views, settings, on_event=events.append)
-    engine.run(watched.method, cut(patterns(5, 5), tasks=2))
+    engine.run(watched.method, make_stream(patterns(5, 5), tasks=2))
     return watched, events
 
 
@@ -147,7 +147,7 @@ def test_replay_shows_as_many_past_images_as_the_task_has() -> None:
 def test_the_replay_buffer_is_balanced_and_bounded() -> None:
     method = methods.make("er-5000", tiny_vit(), buffer=7)
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=64))
-    engine.run(method, cut(patterns(5, 6), tasks=2))
+    engine.run(method, make_stream(patterns(5, 6), tasks=2))
     counts = torch.bincount(method.buffer[:, 2], minlength=5)
     assert counts.tolist() == [2, 2, 1, 1, 1]
     tasks = method.buffer[:, 0]
@@ -157,7 +157,7 @@ def test_the_replay_buffer_is_balanced_and_bounded() -> None:
 def test_lwf_holds_old_classes_by_the_outputs_of_the_network_before_the_task() -> None:
     method = methods.make("lwf-mc", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=64))
-    engine.learn(method, cut(patterns(4, 5), tasks=2).tasks[0])
+    engine.learn(method, make_stream(patterns(4, 5), tasks=2).tasks[0])
     images = torch.rand(3, 1, 16, 16)
     before = method.logits(images).sigmoid()
     method.begin_task(brief(method, new=2))
@@ -177,7 +177,7 @@ def test_an_upper_bound_learns_everything_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["coda-p", "l2p++", "dualprompt", "ft", "lwf-mc", "er-5000"])
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> None:
-    first, second = cut(patterns(5, 6), tasks=2).tasks
+    first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make(name, tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
     engine.learn(method, first)
@@ -203,7 +203,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> Non
 
 
 def test_a_non_finite_gradient_is_noticed_though_its_loss_was_finite() -> None:
-    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 6), tasks=1).tasks
     method = methods.make("ft", tiny_vit())
     loss = method.loss
 
@@ -219,14 +219,14 @@ def test_a_non_finite_gradient_is_noticed_though_its_loss_was_finite() -> None:
 
 
 def test_a_task_without_images_is_refused() -> None:
-    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 6), tasks=1).tasks
     empty = Task(0, (0, 1, 2), task.train.subset([]), task.test)
     with pytest.raises(EmptyTask, match="Task 1 has no training image"):
         Engine(PLAIN_VIEWS).learn(methods.make("coda-p", tiny_vit()), empty)
 
 
 def test_a_class_without_training_images_keeps_its_row_and_counts_in_the_test() -> None:
-    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 6), tasks=1).tasks
     partial = Task(0, (0, 1, 2), task.train.subset(task.train.labels != 1), task.test, (1,))
     for name in ("coda-p", "ncm", "ranpac"):
         method = methods.make(name, tiny_vit())
@@ -239,7 +239,7 @@ def test_a_class_without_training_images_keeps_its_row_and_counts_in_the_test() 
 
 def test_more_images_of_one_known_class_train_its_row_alone() -> None:
     """The masked loss of one class is zero: its row is trained against all others."""
-    first, _ = cut(patterns(5, 6), tasks=2).tasks
+    first, _ = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make("coda-p", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=3, batch_size=8))
     engine.learn(method, first)
@@ -254,7 +254,7 @@ def test_more_images_of_one_known_class_train_its_row_alone() -> None:
 
 
 def test_imprinted_rows_are_the_mean_features_scaled_to_older_rows() -> None:
-    first, second = cut(patterns(5, 6), tasks=2).tasks
+    first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make("coda-p", tiny_vit(), head_init="imprint")
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, learning_rate=1e-30))
     engine.learn(method, first)
@@ -277,7 +277,7 @@ def plain_view(samples: Samples, position: int) -> Tensor:
 
 
 def test_evaluation_counts_every_image_once_whatever_the_batch() -> None:
-    stream = cut(patterns(4, 6, test=7), tasks=2)
+    stream = make_stream(patterns(4, 6, test=7), tasks=2)
     method = methods.make("ncm", tiny_vit())
     rows = []
     for batch_size in (1, 5, 1000):
@@ -296,7 +296,7 @@ def test_evaluation_counts_every_image_once_whatever_the_batch() -> None:
 
 
 def test_cached_queries_equal_exact_ones_without_augmentation() -> None:
-    stream = cut(patterns(5, 6), tasks=2)
+    stream = make_stream(patterns(5, 6), tasks=2)
     states = []
     for queries in ("exact", "cached"):
         method = methods.make("coda-p", tiny_vit())
@@ -317,13 +317,13 @@ def test_no_gradient_reaches_the_backbone() -> None:
 def test_tasks_of_one_size_are_shuffled_differently() -> None:
     watched = Watched(methods.make("coda-p", tiny_vit()))
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=100))
-    engine.run(watched.method, cut(patterns(4, 8), tasks=2))
+    engine.run(watched.method, make_stream(patterns(4, 8), tasks=2))
     first, second = watched.labels
     assert first != [label - 2 for label in second]
 
 
 def test_weight_decay_acts_on_what_trains() -> None:
-    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 6), tasks=1).tasks
     lengths = []
     for decay in (0.0, 10.0):
         method = methods.make("coda-p", tiny_vit())
@@ -333,7 +333,7 @@ def test_weight_decay_acts_on_what_trains() -> None:
 
 
 def test_accuracy_among_a_tasks_own_classes_leaves_other_classes_out() -> None:
-    stream = cut(patterns(6, 8, test=8), tasks=2)
+    stream = make_stream(patterns(6, 8, test=8), tasks=2)
     method = methods.make("ft", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=5, learning_rate=1e-3, batch_size=8))
     result = engine.run(method, stream)
@@ -347,7 +347,7 @@ def test_accuracy_among_a_tasks_own_classes_leaves_other_classes_out() -> None:
 
 
 def test_rows_that_are_not_measured_are_not_known_and_change_no_other() -> None:
-    stream = cut(patterns(10, 4), tasks=5)
+    stream = make_stream(patterns(10, 4), tasks=5)
     found = []
     for every in (1, 2):
         engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=4))
@@ -364,7 +364,7 @@ def double() -> Fabric:
 
 
 def test_evaluation_runs_in_inference_mode_and_leaves_the_method_trainable() -> None:
-    first, second = cut(patterns(4, 5), tasks=2).tasks
+    first, second = make_stream(patterns(4, 5), tasks=2).tasks
     method = methods.make("coda-p", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, queries="cached"), fabric=double())
     Engine(PLAIN_VIEWS, Training(epochs=1)).learn(method, first)
@@ -383,7 +383,7 @@ def test_evaluation_runs_in_inference_mode_and_leaves_the_method_trainable() -> 
 
 
 def test_cached_queries_are_computed_once_for_each_image() -> None:
-    stream = cut(patterns(4, 5, test=3), tasks=2)
+    stream = make_stream(patterns(4, 5, test=3), tasks=2)
     assert query_passes(stream, queries="cached") == 20 + 12
 
 
@@ -404,7 +404,7 @@ def query_passes(stream: Stream, **training: Any) -> int:
 
 
 def test_queries_of_test_images_are_computed_once_and_of_training_views_as_they_come() -> None:
-    stream = cut(patterns(4, 5, test=3), tasks=2)
+    stream = make_stream(patterns(4, 5, test=3), tasks=2)
     assert query_passes(stream) == 5 * 20 + 12
     assert query_passes(stream, views=2) == 2 * 20 + 12
     assert query_passes(stream, views=9) == 5 * 20 + 12
@@ -412,7 +412,7 @@ def test_queries_of_test_images_are_computed_once_and_of_training_views_as_they_
 
 def test_a_finite_number_of_views_is_exact() -> None:
     """Remembered queries are those of the views: learning without remembering gives the same."""
-    stream = cut(patterns(4, 6), tasks=2)
+    stream = make_stream(patterns(4, 6), tasks=2)
     states = []
     for remembers in (True, False):
         method = methods.make("coda-p", tiny_vit())
@@ -426,7 +426,7 @@ def test_a_finite_number_of_views_is_exact() -> None:
 
 @pytest.mark.parametrize("queries", ["exact", "cached"])
 def test_queries_beyond_the_memory_lie_in_a_file_and_are_the_same(queries: Any) -> None:
-    stream = cut(patterns(4, 6), tasks=2)
+    stream = make_stream(patterns(4, 6), tasks=2)
     states = []
     for memory in (0, 1024):
         method = methods.make("coda-p", tiny_vit())
@@ -440,7 +440,7 @@ def test_queries_beyond_the_memory_lie_in_a_file_and_are_the_same(queries: Any) 
 
 
 def test_recomputed_activations_give_the_same_step() -> None:
-    stream = cut(patterns(4, 6), tasks=2)
+    stream = make_stream(patterns(4, 6), tasks=2)
     states = []
     for recompute in (False, True):
         method = methods.make("coda-p", tiny_vit())
@@ -452,7 +452,7 @@ def test_recomputed_activations_give_the_same_step() -> None:
 
 
 def test_cached_queries_of_one_backbone_are_not_taken_for_anothers() -> None:
-    stream = cut(patterns(4, 5), tasks=2)
+    stream = make_stream(patterns(4, 5), tasks=2)
     shared = Engine(PLAIN_VIEWS, Training(queries="cached"))
     for seed in (0, 1):
         exact = Engine(PLAIN_VIEWS, Training()).run(methods.make("ncm", tiny_vit(seed)), stream)
@@ -463,7 +463,7 @@ def test_cached_queries_of_one_backbone_are_not_taken_for_anothers() -> None:
 @pytest.mark.parametrize("error", [BadImage("a.png", "is truncated"), KeyboardInterrupt()])
 @pytest.mark.parametrize("name", ["coda-p", "dualprompt", "ft", "lwf-mc", "er-5000", "ranpac"])
 def test_whatever_stops_a_task_leaves_the_method_as_it_was(name: str, error: BaseException) -> None:
-    first, second = cut(patterns(5, 6), tasks=2).tasks
+    first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make(name, tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
     engine.learn(method, first)
@@ -478,7 +478,7 @@ def test_whatever_stops_a_task_leaves_the_method_as_it_was(name: str, error: Bas
         def fingerprint(self) -> str:
             return ""
 
-        def image(self, index: int, shortest: int | None = None) -> Any:
+        def image(self, index: int, min_side: int | None = None) -> Any:
             if index == second.train.indices[-1]:
                 raise error
             return second.train.split.image(index)
@@ -499,7 +499,7 @@ def test_mixed_precision_learns(name: str) -> None:
     options = {"preset": "paper", "tasks": 2} if name == "coda-p" else {}
     method = methods.make(name, tiny_vit(), **options)
     backbone = method.backbone.fingerprint() if method.frozen_backbone else None
-    stream = cut(patterns(5, 6), tasks=2)
+    stream = make_stream(patterns(5, 6), tasks=2)
     result = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8), fabric=fabric).run(
         method, stream
     )
@@ -530,7 +530,7 @@ def test_a_backbone_rounded_to_half_precision_is_refused() -> None:
 
 
 def test_replay_without_past_tasks_is_refused() -> None:
-    first, second = cut(patterns(4, 5), tasks=2).tasks
+    first, second = make_stream(patterns(4, 5), tasks=2).tasks
     method = methods.make("er-5000", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1))
     engine.learn(method, first)
@@ -539,7 +539,7 @@ def test_replay_without_past_tasks_is_refused() -> None:
 
 
 def test_an_image_of_a_class_that_is_not_the_tasks_is_refused() -> None:
-    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 5), tasks=1).tasks
     with pytest.raises(WrongRows, match=r"images of rows \[2\] are not of its classes \(0, 1\)"):
         Engine(PLAIN_VIEWS).learn(
             methods.make("coda-p", tiny_vit()), Task(0, (0, 1), task.train, task.test)
@@ -547,7 +547,7 @@ def test_an_image_of_a_class_that_is_not_the_tasks_is_refused() -> None:
 
 
 def test_a_class_in_two_tasks_of_a_stream_is_refused() -> None:
-    stream = cut(patterns(4, 5), tasks=2)
+    stream = make_stream(patterns(4, 5), tasks=2)
     first, second = stream.tasks
     twice = Task(1, (1, 2, 3), second.train, second.test)
     broken = replace(stream, tasks=(first, twice))
@@ -556,13 +556,13 @@ def test_a_class_in_two_tasks_of_a_stream_is_refused() -> None:
 
 
 def test_testing_before_learning_is_refused() -> None:
-    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 5), tasks=1).tasks
     with pytest.raises(NotLearned, match="coda-p has not learned classes 0, 2 yet"):
         Engine(PLAIN_VIEWS).evaluate(methods.make("coda-p", tiny_vit()), task.test, [0, 2])
 
 
 def test_pixels_that_do_not_fit_the_backbone_are_refused() -> None:
-    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 5), tasks=1).tasks
     wrong = Views(Preprocessing(32, 3))
     with pytest.raises(BadOption, match="32 px x 3 channels do not fit"):
         Engine(wrong).learn(methods.make("coda-p", tiny_vit()), task)
@@ -576,7 +576,7 @@ def test_training_options_are_checked_like_any_others() -> None:
 
 
 def test_learning_inside_an_unfinished_task_is_refused_and_leaves_it_open() -> None:
-    (task,) = cut(patterns(3, 5), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 5), tasks=1).tasks
     for name in sorted(methods.METHODS):
         method = methods.make(name, tiny_vit())
         method.begin_task(brief(method, new=2))
@@ -590,7 +590,7 @@ def test_learning_inside_an_unfinished_task_is_refused_and_leaves_it_open() -> N
     "name", [n for n, e in methods.METHODS.items() if e.type.trains_on == "task"]
 )
 def test_a_gap_in_the_rows_is_named_and_leaves_no_trace(name: str) -> None:
-    tasks = cut(patterns(6, 5), tasks=3).tasks
+    tasks = make_stream(patterns(6, 5), tasks=3).tasks
     method = methods.make(name, tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1))
     engine.learn(method, tasks[0])
@@ -608,7 +608,7 @@ def test_a_task_that_cannot_begin_leaves_no_trace(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters are made one after another; memory may run out at each of them."""
-    first, second = cut(patterns(5, 6), tasks=2).tasks
+    first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make(name, tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1))
     engine.learn(method, first)
@@ -644,7 +644,7 @@ def test_a_task_that_cannot_begin_leaves_no_trace(
 
 
 def test_buffers_written_in_place_are_put_back_too() -> None:
-    first, second = cut(patterns(5, 6), tasks=2).tasks
+    first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make("ncm", tiny_vit())
     engine = Engine(PLAIN_VIEWS)
     engine.learn(method, first)
@@ -661,7 +661,7 @@ def test_buffers_written_in_place_are_put_back_too() -> None:
 
 
 def test_a_large_but_finite_gradient_is_not_taken_for_overflow() -> None:
-    (task,) = cut(patterns(3, 6), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 6), tasks=1).tasks
     method = methods.make("coda-p", tiny_vit())
     loss = method.loss
 
@@ -675,7 +675,7 @@ def test_a_large_but_finite_gradient_is_not_taken_for_overflow() -> None:
 
 
 def test_a_stream_is_run_by_a_method_that_has_learned_nothing() -> None:
-    stream = cut(patterns(4, 5), tasks=2)
+    stream = make_stream(patterns(4, 5), tasks=2)
     method = methods.make("ncm", tiny_vit())
     engine = Engine(PLAIN_VIEWS)
     engine.run(method, stream)
@@ -685,7 +685,7 @@ def test_a_stream_is_run_by_a_method_that_has_learned_nothing() -> None:
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_images() -> None:
     events: list[Event] = []
-    (task,) = cut(patterns(3, 3), tasks=1).tasks
+    (task,) = make_stream(patterns(3, 3), tasks=1).tasks
     method = methods.make("coda-p", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8), on_event=events.append)
     losses = engine.learn(method, task)
@@ -703,7 +703,7 @@ class Reads(MemorySplit):
         super().__init__(np.zeros((8, 16, 16), np.uint8), np.zeros(8, np.int64))
         self.deed, self.parent = deed, os.getpid()
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         if os.getpid() != self.parent and self.deed == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.deed == "refuse":

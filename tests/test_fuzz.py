@@ -363,7 +363,7 @@ def test_images(examples: int, tmp_path: Path) -> None:
         path.write_bytes(change(kinds[kind]))
         image = refused_or_fine(lambda: open_image(path))
         if image is not None:
-            view = images.test_view(image, AUGMENTED_VIEWS.pixels, "squash")
+            view = images.eval_view(image, AUGMENTED_VIEWS.preprocessing, "squash")
             assert view.isfinite().all()
 
     fuzz(examples, check, st.sampled_from(list(kinds)), damage())

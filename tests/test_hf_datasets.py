@@ -25,7 +25,7 @@ from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source
 from coda_prompt.cli import app
 from coda_prompt.data import hf_datasets, packing
-from coda_prompt.data.hf_datasets import hub_part, hub_source, hub_streams
+from coda_prompt.data.hf_datasets import hub_source, open_hub_split, stream_hub_splits
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source, folder_source
@@ -95,7 +95,7 @@ def test_what_a_dataset_lacks_is_said(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match="not both splits train and test"):
         hub_source(str(only))
     with pytest.raises(MissingData, match=r"no split test \(but train\)"):
-        hub_part(str(only), "test")
+        open_hub_split(str(only), "test")
     validated = write(tmp_path / "validated", train=train, validation=part(1))
     assert len(hub_source(str(validated)).test) == 1
     broken = {"img": [{"bytes": b"no image", "path": None}, train["img"][1]], "fine": [0, 1]}
@@ -110,7 +110,7 @@ def test_what_a_dataset_lacks_is_said(tmp_path: Path) -> None:
     words.mkdir()
     for name in SIZES:
         datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(words / f"{name}-0-of-1.parquet")
-    for read in (hub_source, hub_streams):
+    for read in (hub_source, stream_hub_splits):
         with pytest.raises(MissingData, match="an image and a class column"):
             read(str(words))
 
@@ -158,10 +158,10 @@ def test_packing_goes_on_after_a_stop(
     with pytest.raises(MissingData):
         shard_source(place)
     started: list[int] = []
-    skipped = hf_datasets.HubStream.examples
+    skipped = hf_datasets.StreamedHubSplit.examples
     with monkeypatch.context() as patched:
         patched.setattr(
-            hf_datasets.HubStream,
+            hf_datasets.StreamedHubSplit,
             "examples",
             lambda self, first: (started.append(first), skipped(self, first))[1],
         )

@@ -22,10 +22,10 @@ from PIL import Image
 from coda_prompt.data import images
 from coda_prompt.data.images import (
     Augmentation,
-    as_channels,
+    convert_channels,
     crop_box,
     open_image,
-    sufficient,
+    required_min_side,
     view_generator,
 )
 from coda_prompt.errors import BadImage, BadOption, UnknownName
@@ -71,7 +71,7 @@ def test_an_image_of_each_format_is_decoded_usable_and_picklable(
     Image.new("RGB", (16, 12), (200, 40, 90)).save(path)
     image = open_image(path)
     for copy in (image, pickle.loads(pickle.dumps(image))):
-        values = np.asarray(as_channels(copy, 3)).astype(int)
+        values = np.asarray(convert_channels(copy, 3)).astype(int)
         assert values.shape == (12, 16, 3)
         assert np.abs(values - (200, 40, 90)).max() <= 6
 
@@ -108,7 +108,7 @@ def test_an_image_is_turned_upright_once(tmp_path: Path, suffix: str, orientatio
     path = tmp_path / f"a.{suffix}"
     Image.fromarray(stored).convert("RGB").save(path, exif=exif)
     image = open_image(path)
-    values = np.asarray(as_channels(image, 1)).astype(int)
+    values = np.asarray(convert_channels(image, 1)).astype(int)
     assert values.shape == (16, 32)
     assert np.abs(values - upright).max() <= 40  # JPEG blurs the edge
     assert image.getexif().get(0x0112, 1) == 1  # nobody turns it again
@@ -125,7 +125,7 @@ def test_an_animation_shows_its_first_frame(tmp_path: Path) -> None:
     for suffix in ("gif", "png", "webp"):
         path = tmp_path / f"a.{suffix}"
         frames[0].save(path, save_all=True, append_images=frames[1:], lossless=True)
-        assert as_channels(open_image(path), 3).getpixel((3, 3)) == (255, 0, 0)
+        assert convert_channels(open_image(path), 3).getpixel((3, 3)) == (255, 0, 0)
 
 
 def damaged() -> dict[str, bytes]:
@@ -169,7 +169,8 @@ def test_the_bound_on_pixels_holds_where_pillow_has_none(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     path = tmp_path / "large.png"
     path.write_bytes(png_header(10_000, 10_000))
-    with pytest.raises(BadImage, match="10000 x 10000 pixels are more than the 89,478,485"):
+    problem = "10000 x 10000 pixels are more than the limit of 89,478,485"
+    with pytest.raises(BadImage, match=problem):
         open_image(path)
 
 
@@ -208,7 +209,7 @@ def test_random_damage_gives_an_image_or_a_bad_image(
     path = tmp_path_factory.getbasetemp() / "damaged.bin"
     path.write_bytes(raw)
     with contextlib.suppress(BadImage):  # and nothing else
-        assert as_channels(open_image(path), 3).mode == "RGB"
+        assert convert_channels(open_image(path), 3).mode == "RGB"
 
 
 # --- channels ---
@@ -216,22 +217,22 @@ def test_random_damage_gives_an_image_or_a_bad_image(
 
 def test_grey_and_rgb_turn_into_each_other_as_pillow_does_it() -> None:
     grey = Image.fromarray(np.array([[0, 100, 255]], np.uint8))
-    assert np.asarray(as_channels(grey, 3)).tolist() == [[[0] * 3, [100] * 3, [255] * 3]]
+    assert np.asarray(convert_channels(grey, 3)).tolist() == [[[0] * 3, [100] * 3, [255] * 3]]
     rgb = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0], [0, 0, 255]]], np.uint8))
-    assert np.asarray(as_channels(rgb, 1)).tolist() == [[76, 150, 29]]
+    assert np.asarray(convert_channels(rgb, 1)).tolist() == [[76, 150, 29]]
 
 
 def test_an_image_that_fits_is_not_copied() -> None:
     image = Image.new("RGB", (3, 3))
-    assert as_channels(image, 3) is image
+    assert convert_channels(image, 3) is image
 
 
 def test_alpha_lies_over_white() -> None:
     rgba = np.array([[[255, 0, 0, 255], [255, 0, 0, 0], [0, 0, 0, 128]]], np.uint8)
     expected = [[[255, 0, 0], [255, 255, 255], [127, 127, 127]]]
-    assert np.asarray(as_channels(Image.fromarray(rgba), 3)).tolist() == expected
+    assert np.asarray(convert_channels(Image.fromarray(rgba), 3)).tolist() == expected
     grey_alpha = Image.fromarray(rgba).convert("LA")
-    assert np.asarray(as_channels(grey_alpha, 1)).tolist() == [[76, 255, 127]]
+    assert np.asarray(convert_channels(grey_alpha, 1)).tolist() == [[76, 255, 127]]
 
 
 def test_a_transparent_colour_lies_over_white(tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_a_transparent_colour_lies_over_white(tmp_path: Path) -> None:
     plain = Image.fromarray(np.array([[[0, 0, 255], [9, 9, 9]]], np.uint8))
     plain.save(tmp_path / "b.png", transparency=(9, 9, 9))
     for name in ("a.png", "b.png"):
-        image = as_channels(open_image(tmp_path / name), 3)
+        image = convert_channels(open_image(tmp_path / name), 3)
         assert np.asarray(image).tolist() == [[[0, 0, 255], [255, 255, 255]]]
 
 
@@ -250,17 +251,17 @@ def test_a_palette_is_resolved() -> None:
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 40, 50, 60])
     palette.putdata([1, 0])
-    assert np.asarray(as_channels(palette, 3)).tolist() == [[[40, 50, 60], [10, 20, 30]]]
+    assert np.asarray(convert_channels(palette, 3)).tolist() == [[[40, 50, 60], [10, 20, 30]]]
 
 
 def test_cmyk_and_black_and_white_become_rgb(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(path)
-    red = np.asarray(as_channels(open_image(path), 3))[4, 4].astype(int)
+    red = np.asarray(convert_channels(open_image(path), 3))[4, 4].astype(int)
     assert np.abs(red - (255, 0, 0)).max() <= 6
     bits = Image.fromarray(np.array([[True, False]]))
     assert bits.mode == "1"
-    assert np.asarray(as_channels(bits, 3)).tolist() == [[[255] * 3, [0] * 3]]
+    assert np.asarray(convert_channels(bits, 3)).tolist() == [[[255] * 3, [0] * 3]]
 
 
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
@@ -270,20 +271,20 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(values).save(tmp_path / "a.tif")
     (tmp_path / "a.pgm").write_bytes(b"P5 5 1 65535\n" + values.astype(">u2").tobytes())
     for name in ("a.png", "a.tif", "a.pgm"):
-        assert np.asarray(as_channels(open_image(tmp_path / name), 1)).tolist() == expected
-    assert np.asarray(as_channels(Image.fromarray(values), 3))[0, 2].tolist() == [128] * 3
+        assert np.asarray(convert_channels(open_image(tmp_path / name), 1)).tolist() == expected
+    assert np.asarray(convert_channels(Image.fromarray(values), 3))[0, 2].tolist() == [128] * 3
 
 
 def test_floating_point_pixels_are_taken_as_zero_to_one_or_as_levels() -> None:
     unit = Image.fromarray(np.array([[0.0, 0.5, 1.0, np.nan]], np.float32))
-    assert np.asarray(as_channels(unit, 1)).tolist() == [[0, 128, 255, 0]]
+    assert np.asarray(convert_channels(unit, 1)).tolist() == [[0, 128, 255, 0]]
     levels = Image.fromarray(np.array([[-3.0, 17.0, 300.0]], np.float32))
-    assert np.asarray(as_channels(levels, 1)).tolist() == [[0, 17, 255]]
+    assert np.asarray(convert_channels(levels, 1)).tolist() == [[0, 17, 255]]
 
 
 def test_other_numbers_of_channels_are_refused() -> None:
     with pytest.raises(BadOption, match="1 or 3 channels, not 4"):
-        as_channels(Image.new("RGB", (2, 2)), 4)
+        convert_channels(Image.new("RGB", (2, 2)), 4)
 
 
 # --- training views ---
@@ -388,7 +389,7 @@ def test_a_view_is_normalised_exactly_channel_by_channel() -> None:
     assert view.is_contiguous()
     expected = [[[-1, -0.2]] * 2, [[0, 6]] * 2, [[0.5, 0]] * 2]
     torch.testing.assert_close(view, torch.tensor(expected, dtype=torch.float32))
-    plain = images.test_view(image, Preprocessing(2, 3, (0.0,) * 3, (1.0,) * 3), "squash")
+    plain = images.eval_view(image, Preprocessing(2, 3, (0.0,) * 3, (1.0,) * 3), "squash")
     assert plain[:, 0, 0].tolist() == pytest.approx([0, 0.2, 1])
     assert plain.max().item() == 1.0
 
@@ -426,8 +427,8 @@ def test_any_kind_of_image_of_any_size_gives_a_finite_view(
         rng = np.random.default_rng(0)
         for view in (
             images.training_view(image, pixels, Augmentation(), rng),
-            images.test_view(image, pixels, "crop"),
-            images.test_view(image, pixels, "squash"),
+            images.eval_view(image, pixels, "crop"),
+            images.eval_view(image, pixels, "squash"),
         ):
             assert view.shape == (pixels.channels, 4, 4)
             assert torch.isfinite(view).all()
@@ -502,7 +503,7 @@ def test_a_test_view_is_the_centre_of_the_resized_image(
     left, top = round((full[0] - 56) / 2), round((full[1] - 56) / 2)
     expected = np.asarray(resized.crop((left, top, left + 56, top + 56))).astype(int)
     pixels = Preprocessing(56, 3, (0.0,) * 3, (1.0,) * 3, interpolation)
-    view = images.test_view(image, pixels).numpy().transpose(1, 2, 0) * 255
+    view = images.eval_view(image, pixels).numpy().transpose(1, 2, 0) * 255
     assert np.abs(view - expected).max() <= 1.01  # rounding between Pillow's two passes
 
 
@@ -512,9 +513,9 @@ def test_known_pixels_of_a_test_view() -> None:
     seven = Preprocessing(
         7, 1, (0.0,), (1.0,), "bilinear"
     )  # 8 = round(7 * 256 / 224): nothing to resize
-    view = images.test_view(image, seven) * 255
+    view = images.eval_view(image, seven) * 255
     np.testing.assert_allclose(view[0].numpy(), values[:7, :7], atol=1e-4)
-    squashed = images.test_view(image, Preprocessing(8, 1, (0.0,), (1.0,)), "squash") * 255
+    squashed = images.eval_view(image, Preprocessing(8, 1, (0.0,), (1.0,)), "squash") * 255
     np.testing.assert_allclose(squashed[0].numpy(), values, atol=1e-4)
 
 
@@ -522,29 +523,29 @@ def test_squashing_keeps_the_edges_that_the_crop_cuts_off() -> None:
     values = np.zeros((32, 96), np.uint8)
     values[:, :8] = values[:, -8:] = 255
     pixels = Preprocessing(32, 1, (0.0,), (1.0,), "bilinear")
-    assert images.test_view(Image.fromarray(values), pixels, "crop").max() == 0.0
-    assert images.test_view(Image.fromarray(values), pixels, "squash")[0, :, 0].min() == 1.0
+    assert images.eval_view(Image.fromarray(values), pixels, "crop").max() == 0.0
+    assert images.eval_view(Image.fromarray(values), pixels, "squash")[0, :, 0].min() == 1.0
 
 
 def test_a_test_view_uses_the_interpolation_of_the_weights() -> None:
     image = Image.fromarray(noise(9, 9))
     for name in ("nearest", "bilinear", "bicubic", "lanczos"):
         expected = np.asarray(image.resize((6, 6), Image.Resampling[name.upper()]))
-        view = images.test_view(image, Preprocessing(6, 1, (0.0,), (1.0,), name), "squash")
+        view = images.eval_view(image, Preprocessing(6, 1, (0.0,), (1.0,), name), "squash")
         np.testing.assert_allclose(view[0].numpy() * 255, expected, atol=1e-4)
 
 
 def test_a_very_long_image_does_not_become_a_gigantic_one() -> None:
-    view = images.test_view(Image.new("L", (4_000_000, 1), 255), PLAIN_GREY)  # 5 x 20 million
+    view = images.eval_view(Image.new("L", (4_000_000, 1), 255), PLAIN_GREY)  # 5 x 20 million
     assert view.min() == 1.0
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     image = Image.new("L", (4, 4))
     with pytest.raises(UnknownName, match="'bicubic'"):
-        images.test_view(image, Preprocessing(4, 1, (0.0,), (1.0,), "bicubik"))
+        images.eval_view(image, Preprocessing(4, 1, (0.0,), (1.0,), "bicubik"))
     with pytest.raises(UnknownName, match="'squash'"):
-        images.test_view(image, PLAIN_GREY, "squosh")  # type: ignore[arg-type]
+        images.eval_view(image, PLAIN_GREY, "squosh")  # type: ignore[arg-type]
 
 
 def test_a_large_jpeg_is_decoded_no_larger_than_needed(tmp_path: Path) -> None:
@@ -554,17 +555,17 @@ def test_a_large_jpeg_is_decoded_no_larger_than_needed(tmp_path: Path) -> None:
     photograph.save(tmp_path / "large.jpg", quality=95)
     photograph.save(tmp_path / "large.png")
     sizes = {
-        shortest: open_image(tmp_path / "large.jpg", shortest).size
-        for shortest in (100, 300, 512, 900, 901, 5000)
+        min_side: open_image(tmp_path / "large.jpg", min_side).size
+        for min_side in (100, 300, 512, 900, 901, 5000)
     }
     expected = [(300, 225), (600, 450), (1200, 900), (1200, 900), (2400, 1800), (2400, 1800)]
     assert list(sizes.values()) == expected
     assert open_image(tmp_path / "large.png", 100).size == (2400, 1800)
-    assert sufficient(PHOTOGRAPH, None) == 512
-    assert sufficient(PHOTOGRAPH, Augmentation()) == 792
-    whole = images.test_view(open_image(tmp_path / "large.jpg"), PHOTOGRAPH)
-    reduced = images.test_view(
-        open_image(tmp_path / "large.jpg", sufficient(PHOTOGRAPH, None)), PHOTOGRAPH
+    assert required_min_side(PHOTOGRAPH, None) == 512
+    assert required_min_side(PHOTOGRAPH, Augmentation()) == 792
+    whole = images.eval_view(open_image(tmp_path / "large.jpg"), PHOTOGRAPH)
+    reduced = images.eval_view(
+        open_image(tmp_path / "large.jpg", required_min_side(PHOTOGRAPH, None)), PHOTOGRAPH
     )
     assert float((whole - reduced).abs().max()) < 0.05, "of a range of about 4"
 
@@ -573,5 +574,5 @@ def test_a_small_jpeg_is_decoded_whole(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (375, 500, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "small.jpg")
     for augmentation in (None, Augmentation()):
-        found = open_image(tmp_path / "small.jpg", sufficient(PHOTOGRAPH, augmentation))
+        found = open_image(tmp_path / "small.jpg", required_min_side(PHOTOGRAPH, augmentation))
         assert found.tobytes() == open_image(tmp_path / "small.jpg").tobytes()

@@ -10,7 +10,7 @@ from small import PLAIN_VIEWS, patterns, tiny_vit
 from torch import Tensor
 
 from coda_prompt import methods
-from coda_prompt.data.stream import cut
+from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import CodaError, CorruptFile
 from coda_prompt.storage.files import write_atomically
 from coda_prompt.training.engine import Engine
@@ -20,7 +20,7 @@ from coda_prompt.training.settings import Training
 @pytest.fixture
 def state() -> dict[str, Tensor]:
     method = methods.make("coda-p", tiny_vit(), components_per_task=3)
-    Engine(PLAIN_VIEWS, Training(epochs=1)).run(method, cut(patterns(4, 4), tasks=2))
+    Engine(PLAIN_VIEWS, Training(epochs=1)).run(method, make_stream(patterns(4, 4), tasks=2))
     return method.learned_state()
 
 

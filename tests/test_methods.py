@@ -11,7 +11,7 @@ import torch
 from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 
 from coda_prompt import methods
-from coda_prompt.data.stream import Task, cut
+from coda_prompt.data.stream import Task, make_stream
 from coda_prompt.errors import (
     BadMethod,
     BadOption,
@@ -158,7 +158,7 @@ def test_a_method_from_a_file_learns_like_any_other(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     method = methods.make(f"{path}:Mine", tiny_vit(), pool=6)
-    Engine(PLAIN_VIEWS, Training(epochs=1)).run(method, cut(patterns(4, 4), tasks=2))
+    Engine(PLAIN_VIEWS, Training(epochs=1)).run(method, make_stream(patterns(4, 4), tasks=2))
     assert method.logits(torch.rand(2, 1, 16, 16)).shape == (2, 4)
 
 
@@ -285,7 +285,7 @@ def test_the_gram_matrix_is_kept_as_a_triangle() -> None:
 def test_coda_with_ranpac_s_classifier_adapts_in_the_first_task_only() -> None:
     """After it, it is RanPAC on prompted features, whatever comes."""
     source = patterns(6, train=8)
-    tasks = cut(source, tasks=3, seed=0).tasks
+    tasks = make_stream(source, tasks=3, seed=0).tasks
     method = methods.make("coda-p-ranpac", tiny_vit(), components=4, width=64, ridge=1.0)
     driver = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
     assert len(driver.learn(method, tasks[0])) == 2
@@ -385,7 +385,7 @@ def test_keys_attention_and_components_start_independently(options: dict[str, An
 
 
 def test_fine_tuning_trains_old_rows_and_the_masked_form_does_not() -> None:
-    first, second = cut(patterns(4, 5), tasks=2).tasks
+    first, second = make_stream(patterns(4, 5), tasks=2).tasks
     for name, old_rows_change in (("ft", True), ("er-5000", True), ("ft++", False)):
         method = methods.make(name, tiny_vit())
         engine = Engine(PLAIN_VIEWS, Training(epochs=1))

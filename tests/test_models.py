@@ -180,9 +180,9 @@ def test_many_images_have_their_exact_sums() -> None:
 
 
 def _view(classifier: ContinualClassifier, image: Any) -> torch.Tensor:
-    from coda_prompt.data.images import test_view
+    from coda_prompt.data.images import eval_view
 
-    return test_view(Image.fromarray(image), classifier._backbone.pixels, "squash")
+    return eval_view(Image.fromarray(image), classifier._backbone.preprocessing, "squash")
 
 
 def test_a_class_of_one_image_is_told() -> None:

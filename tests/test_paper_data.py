@@ -25,8 +25,8 @@ from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source, stream_of
 from coda_prompt.bench.runner import runs_of
 from coda_prompt.cli import app
-from coda_prompt.data.paper import PUBLISHED, cifar_pickle, published_source
-from coda_prompt.data.paper.cifar_pickle import plain_values
+from coda_prompt.data.paper import PAPER_DATASETS, cifar_pickle, paper_source
+from coda_prompt.data.paper.cifar_pickle import read_cifar_pickle
 from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
 from coda_prompt.errors import (
     BadOption,
@@ -392,25 +392,25 @@ def check_cifar(source: Source) -> None:
 def test_cifar_is_read_extracted_or_packed_and_from_its_own_folder(tmp_path: Path) -> None:
     folder = write_cifar(tmp_path / "a")
     assert b"numpy.core.multiarray" in (folder / "train").read_bytes()
-    check_cifar(published_source("cifar-100", tmp_path / "a", None))
-    check_cifar(published_source("cifar-100", folder))
+    check_cifar(paper_source("cifar-100", tmp_path / "a", None))
+    check_cifar(paper_source("cifar-100", folder))
     archive = pack(folder)
     (tmp_path / "b").mkdir()
     archive.rename(tmp_path / "b" / archive.name)
-    check_cifar(published_source("cifar-100", tmp_path / "b"))
+    check_cifar(paper_source("cifar-100", tmp_path / "b"))
     assert [path.name for path in (tmp_path / "b").iterdir()] == [archive.name]
 
 
 def test_cifar_written_again_by_python_3_is_the_same(tmp_path: Path) -> None:
     write_cifar(tmp_path, lambda values: pickle.dumps(values, protocol=2))
-    check_cifar(published_source("cifar-100", tmp_path))
+    check_cifar(paper_source("cifar-100", tmp_path))
 
 
 def test_cifar_is_read_as_image_folders(tmp_path: Path) -> None:
     for part in ("train", "test"):
         for name in ("apple", "zebra"):
             write_image(tmp_path / "cifar-100" / part / name / "1.png", 1)
-    source = published_source("cifar-100", tmp_path)
+    source = paper_source("cifar-100", tmp_path)
     assert (source.name, source.class_names) == ("cifar-100", ("apple", "zebra"))
 
 
@@ -435,10 +435,10 @@ def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: P
         for values in (command, {"data": command}, {"fine_label_names": [command]}):
             content = pickle.dumps(values, protocol)
             with pytest.raises(CorruptFile, match="not as it was published"):
-                plain_values(content, "train")
+                read_cifar_pickle(content, "train")
     write_cifar(tmp_path, lambda values: pickle.dumps({**values, "x": commands[0]}, protocol))
     with pytest.raises(CorruptFile, match="Fetch the file again"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
     assert not trap.exists()
 
 
@@ -480,18 +480,18 @@ def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u
 )
 def test_a_damaged_file_is_refused(content: bytes, problem: str) -> None:
     with pytest.raises(CorruptFile, match=f"train: .*{problem}.*Fetch the file again"):
-        plain_values(content, "train")
+        read_cifar_pickle(content, "train")
 
 
 def test_an_array_in_opcodes_is_read() -> None:
-    assert plain_values(array_with(b"K\x01\x85"), "train")["data"].tolist() == [97]
+    assert read_cifar_pickle(array_with(b"K\x01\x85"), "train")["data"].tolist() == [97]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
 def test_a_truncated_file_is_refused(share: float) -> None:
     content = python2_pickle(cifar_part(1, 0))
     with pytest.raises(CorruptFile, match="train"):
-        plain_values(content[: int(share * len(content))], "train")
+        read_cifar_pickle(content[: int(share * len(content))], "train")
 
 
 @settings(max_examples=300, deadline=None)
@@ -505,7 +505,7 @@ def test_whatever_the_damage_there_is_a_dict_or_a_clear_error(
     for place, lost, instead in damages:
         content = content[:place] + instead + content[place + lost :]
     try:
-        values = plain_values(content, "train")
+        values = read_cifar_pickle(content, "train")
     except CorruptFile:
         return
     assert isinstance(values, dict)
@@ -515,10 +515,10 @@ def test_a_small_file_cannot_become_large(monkeypatch: pytest.MonkeyPatch) -> No
     text = b"T" + struct.pack("<i", 50_000) + b"x" * 50_000 + b"q\x00"
     again = b"c_codecs\nencode\nh\x00U\x06latin1\x86R"
     with pytest.raises(CorruptFile, match="more values than bytes"):
-        plain_values(b"\x80\x02(" + text + 3 * again + b"t.", "train")
+        read_cifar_pickle(b"\x80\x02(" + text + 3 * again + b"t.", "train")
     monkeypatch.setattr(cifar_pickle, "MOST_OPCODES", 1000)
     with pytest.raises(CorruptFile, match="more than 1,000 values"):
-        plain_values(b"\x80\x02(" + 1000 * b"]" + b"t.", "train")
+        read_cifar_pickle(b"\x80\x02(" + 1000 * b"]" + b"t.", "train")
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_cifar_files_that_do_not_fit_together_are_refused(
     values = cifar_meta() if part == "meta" else cifar_part(1, 0)
     write_cifar(tmp_path, **{part: {**values, field: value}})
     with pytest.raises(CorruptFile, match=f"{part}: .*{problem}"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
 
 
 def test_a_half_extracted_cifar_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,41 +547,41 @@ def test_a_half_extracted_cifar_is_refused(tmp_path: Path, monkeypatch: pytest.M
     archive = pack(folder)
     (folder / "test").unlink()
     with pytest.raises(MissingData, match=r"test: .*in part only\. Extract .*tar\.gz again"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
     monkeypatch.setattr("coda_prompt.data.paper.cifar.MOST_BYTES", 1000)
     with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
     with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
     monkeypatch.undo()
     content = archive.read_bytes()
     for size in (0, 10, len(content) // 2, len(content) - 1000):
         archive.write_bytes(content[:size])
         with pytest.raises(CorruptFile, match=r"tar\.gz: it cannot be unpacked"):
-            published_source("cifar-100", tmp_path)
+            paper_source("cifar-100", tmp_path)
 
 
 def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     pack(tmp_path / "other").rename(tmp_path / "cifar-100-python.tar.gz")
     with pytest.raises(CorruptFile, match="cifar-100-python/meta"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
     with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz") as tar:
         link = tarfile.TarInfo("cifar-100-python/meta")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     with pytest.raises(CorruptFile, match="meta in it is not a file"):
-        published_source("cifar-100", tmp_path)
+        paper_source("cifar-100", tmp_path)
 
 
 # --- ImageNet-R ---
 
 
 def test_the_list_pair_is_taken_exactly(data: Path) -> None:
-    source = published_source("imagenet-r", data)
+    source = paper_source("imagenet-r", data)
     for split, images in zip((source.train, source.test), imagenet_r_files(), strict=True):
         assert paths(split) == [file for file, _ in images]
         assert split.labels.tolist() == [label for _, label in images]
@@ -602,27 +602,27 @@ def test_the_lists_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
     assert any("split and class order are not the paper's" in note for note in plain.notes)
     pointed = [f"data={tmp_path / 'data'}", f"lists={data}"]
     source = load_source(load_benchmark("imagenet-r-10", pointed))
-    assert source.fingerprint() == published_source("imagenet-r", data).fingerprint()
+    assert source.fingerprint() == paper_source("imagenet-r", data).fingerprint()
     assert source.fingerprint() != plain.fingerprint()
-    assert published_source("imagenet-r", data / "imagenet-r").class_names == source.class_names
+    assert paper_source("imagenet-r", data / "imagenet-r").class_names == source.class_names
     with pytest.raises(MissingData, match="Get both lists"):
-        published_source("imagenet-r", tmp_path / "data", tmp_path)
+        paper_source("imagenet-r", tmp_path / "data", tmp_path)
     with pytest.raises(MissingData, match="Point at the lists of imagenet-r"):
-        published_source("imagenet-r", tmp_path / "data", tmp_path / "none")
+        paper_source("imagenet-r", tmp_path / "data", tmp_path / "none")
     with pytest.raises(BadOption, match="lists"):
-        published_source("cifar-100", data, tmp_path)
+        paper_source("cifar-100", data, tmp_path)
 
 
 def test_without_lists_the_split_is_seeded_and_the_notes_say_so(tmp_path: Path) -> None:
     for wnid in WNIDS[:3]:
         for number in range(10):
             write_image(tmp_path / "imagenet-r" / wnid / f"{TYPES[number]}_{number}.jpg", number)
-    source = published_source("imagenet-r", tmp_path)
+    source = paper_source("imagenet-r", tmp_path)
     assert (source.name, source.class_names) == ("imagenet-r", tuple(WNIDS[:3]))
     assert np.bincount(source.train.labels).tolist() == [8] * 3
     assert np.bincount(source.test.labels).tolist() == [2] * 3
     assert source.domain_names == TYPES[:10]
-    assert paths(source.train) == paths(published_source("imagenet-r", tmp_path).train)
+    assert paths(source.train) == paths(paper_source("imagenet-r", tmp_path).train)
     assert "split and class order are not the paper's" in source.notes[-1]
 
 
@@ -631,7 +631,7 @@ def test_train_and_test_folders_are_the_split(tmp_path: Path) -> None:
         for wnid in WNIDS[:2]:
             for kind in kinds:
                 write_image(tmp_path / "imagenet-r" / part / wnid / f"{kind}_1.jpg", 1)
-    source = published_source("imagenet-r", tmp_path)
+    source = paper_source("imagenet-r", tmp_path)
     assert (len(source.train), len(source.test)) == (4, 2)
     assert source.domain_names == ("art", "toy", "video_game")
     assert source.notes[-1].startswith("class order is not the paper's")
@@ -640,7 +640,7 @@ def test_train_and_test_folders_are_the_split(tmp_path: Path) -> None:
 def test_an_image_without_a_type_is_named(tmp_path: Path) -> None:
     write_image(tmp_path / "imagenet-r" / WNIDS[0] / "art12.jpg", 1)
     with pytest.raises(MissingData, match=r"art12\.jpg: .*called like art_12\.jpg"):
-        published_source("imagenet-r", tmp_path)
+        paper_source("imagenet-r", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -663,7 +663,7 @@ def test_a_wrong_list_is_refused(images: list[Any], problem: str, tmp_path: Path
     write_list(tmp_path / "imagenet-r_train.yaml", images)
     write_list(tmp_path / "imagenet-r_test.yaml", [("a/toy_1.jpg", 0)])
     with pytest.raises(CorruptFile, match=problem):
-        published_source("imagenet-r", tmp_path)
+        paper_source("imagenet-r", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -675,10 +675,10 @@ def test_a_list_that_is_no_list_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(
         MissingData, match=r"imagenet-r_test\.yaml: it is not there, but .*Get both"
     ):
-        published_source("imagenet-r", tmp_path)
+        paper_source("imagenet-r", tmp_path)
     write_list(tmp_path / "imagenet-r_test.yaml", [("a/art_1.jpg", 0)])
     with pytest.raises(CorruptFile, match=r"imagenet-r_train\.yaml"):
-        published_source("imagenet-r", tmp_path)
+        paper_source("imagenet-r", tmp_path)
 
 
 def test_a_list_with_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -689,14 +689,14 @@ def test_a_list_with_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         MissingData, match=r"a/art_2\.jpg: .*_train\.yaml lists this .*2 of 3 .*Extract"
     ):
-        published_source("imagenet-r", tmp_path)
+        paper_source("imagenet-r", tmp_path)
 
 
 # --- DomainNet ---
 
 
 def test_domainnet_is_read_by_its_published_lists(data: Path) -> None:
-    source = published_source("domainnet", data)
+    source = paper_source("domainnet", data)
     assert source.domain_names == DOMAINS
     assert source.class_names == tuple(f"thing {label:03d}" for label in range(345))
     assert (len(source.train), len(source.test)) == (690, 345)
@@ -710,17 +710,17 @@ def test_domainnet_is_read_by_its_published_lists(data: Path) -> None:
 
 def test_the_lists_of_domainnet_may_lie_elsewhere(tmp_path: Path) -> None:
     write_domainnet(tmp_path, classes=12)
-    whole = published_source("domainnet", tmp_path)
+    whole = paper_source("domainnet", tmp_path)
     (tmp_path / "lists").mkdir()
     for path in (tmp_path / "domainnet").glob("*.txt"):
         path.rename(tmp_path / "lists" / path.name)
-    again = published_source("domainnet", tmp_path, tmp_path / "lists")
+    again = paper_source("domainnet", tmp_path, tmp_path / "lists")
     assert again.fingerprint() == whole.fingerprint()
 
 
 def test_domainnet_may_lose_domains_in_each_task(data: Path) -> None:
     benchmark = load_benchmark("domainnet-5", ["stream.remove_domains=3"])
-    stream = stream_of(benchmark, published_source("domainnet", data), seed=1)
+    stream = stream_of(benchmark, paper_source("domainnet", data), seed=1)
     for task in stream.tasks:
         assert task.train.domains is not None
         assert len(set(task.train.domains.tolist())) == 3
@@ -746,25 +746,25 @@ def test_a_wrong_line_is_refused(line: str, error: Any, problem: str, tmp_path: 
     with (tmp_path / "domainnet" / "real_test.txt").open("a") as file:
         file.write(f"{line}\n\n")
     with pytest.raises(error, match=problem):
-        published_source("domainnet", tmp_path)
+        paper_source("domainnet", tmp_path)
 
 
 def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
     write_domainnet(tmp_path, classes=12)
     folder = tmp_path / "domainnet"
-    assert len(published_source("domainnet", tmp_path).class_names) == 12
+    assert len(paper_source("domainnet", tmp_path).class_names) == 12
     with pytest.raises(MissingData, match="domainnet-5 is made for 345"):
         load_source(load_benchmark("domainnet-5", [f"data={tmp_path}"]))
     (folder / "sketch_test.txt").rename(folder / "kept.txt")
     with pytest.raises(MissingData, match=r"sketch_test\.txt: the list is not there\. Get the"):
-        published_source("domainnet", tmp_path)
+        paper_source("domainnet", tmp_path)
     (folder / "sketch_test.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(CorruptFile, match="is not text"):
-        published_source("domainnet", tmp_path)
+        paper_source("domainnet", tmp_path)
     (folder / "kept.txt").rename(folder / "sketch_test.txt")
     (folder / "sketch").rename(folder / "sketch.part")
     with pytest.raises(MissingData, match=r"no folder sketch\. Extract all six archives"):
-        published_source("domainnet", tmp_path)
+        paper_source("domainnet", tmp_path)
 
 
 # --- not there ---
@@ -784,10 +784,10 @@ def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
 def test_a_missing_dataset_says_what_to_get_and_where_to_put_it(
     name: str, told: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert set(PUBLISHED) == {"cifar-100", "imagenet-r", "domainnet"}
+    assert set(PAPER_DATASETS) == {"cifar-100", "imagenet-r", "domainnet"}
     for root in (None, tmp_path, tmp_path / "none"):
         with pytest.raises(MissingData) as error:
-            published_source(name, root)
+            paper_source(name, root)
         message = str(error.value)
         assert all(part in message for part in told)
         assert "point --data (or CODA_DATA) at that folder" in message

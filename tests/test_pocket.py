@@ -12,7 +12,7 @@ import torch
 
 from coda_prompt.data import pocket
 from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.renditions import STYLES, render, style_of
+from coda_prompt.data.renditions import STYLES, render, style_index
 from coda_prompt.errors import CorruptFile
 from coda_prompt.model.catalog import load_backbone
 
@@ -64,7 +64,7 @@ def test_every_drawing_has_one_style_and_all_styles_are_about_as_frequent() -> N
 
 
 def test_the_style_of_a_drawing_is_fixed_by_its_name() -> None:
-    assert len({style_of(f"cat/{number}") for number in range(100)}) == len(STYLES)
+    assert len({style_index(f"cat/{number}") for number in range(100)}) == len(STYLES)
     source = pocket_source()
     domains = np.concatenate([source.train.domains, source.test.domains]).astype("<i8")
     digest = hashlib.sha256(domains.tobytes()).hexdigest()

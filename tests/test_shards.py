@@ -22,7 +22,7 @@ from coda_prompt.data import packing, shards
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source, folder_source
-from coda_prompt.data.stream import cut
+from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.loading import Epoch, Views, batches
@@ -56,7 +56,7 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stream_of(source: Source, rank: int, world: int, workers: int) -> list[Any]:
     """What a process of a training sees: two epochs of each task, augmented, and its tests."""
     seen = []
-    for task in cut(source, tasks=3, seed=1).tasks:
+    for task in make_stream(source, tasks=3, seed=1).tasks:
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0)).tolist()
         whole = [order[first : first + 5] for first in range(0, len(order), 5)]
         shares = [batch[rank::world] for batch in whole]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from coda_prompt.data import images
 from coda_prompt.data.sources import ArraySplit, Source, array_source
-from coda_prompt.data.stream import Samples, Stream, class_order, cut
+from coda_prompt.data.stream import Samples, Stream, class_order, make_stream
 from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
 from coda_prompt.preprocessing import Preprocessing
 
@@ -55,7 +55,7 @@ def pixel_values(samples: Samples) -> list[int]:
 
 
 class Unreadable(ArraySplit):
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         raise AssertionError("an image was read")
 
 
@@ -67,7 +67,7 @@ def test_class_orders_are_those_of_the_released_code() -> None:
     assert sorted(released) == ["0", "1", "2", "3", "4"]
     for seed, order in released.items():
         assert list(class_order(100, int(seed))) == order
-    stream = cut(make_source(100, 1), tasks=10, seed=3)
+    stream = make_stream(make_source(100, 1), tasks=10, seed=3)
     assert list(stream.class_order) == released["3"]
 
 
@@ -79,20 +79,22 @@ def test_seed_0_keeps_the_natural_order() -> None:
 
 
 def test_tasks_share_the_classes_evenly_the_remainder_goes_to_the_first() -> None:
-    stream = cut(make_source(11), tasks=4)
+    stream = make_stream(make_source(11), tasks=4)
     assert [task.classes for task in stream.tasks] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)]
     assert [task.index for task in stream.tasks] == [0, 1, 2, 3]
 
 
 def test_classes_per_task_leaves_the_rest_to_the_last() -> None:
-    stream = cut(make_source(8), classes_per_task=3)
+    stream = make_stream(make_source(8), classes_per_task=3)
     assert [len(task.classes) for task in stream.tasks] == [3, 3, 2]
-    assert [len(task.classes) for task in cut(make_source(8), classes_per_task=50).tasks] == [8]
+    assert [
+        len(task.classes) for task in make_stream(make_source(8), classes_per_task=50).tasks
+    ] == [8]
 
 
 def test_labels_are_rows_and_rows_lead_back_to_the_sources_classes() -> None:
     source = make_source(6)
-    stream = cut(source, tasks=3, seed=1)
+    stream = make_stream(source, tasks=3, seed=1)
     assert stream.class_order != tuple(range(6))
     assert stream.class_names == tuple(f"c{number}" for number in stream.class_order)
     for task in stream.tasks:
@@ -111,7 +113,7 @@ def test_labels_are_rows_and_rows_lead_back_to_the_sources_classes() -> None:
 def test_class_lists_are_taken_as_they_are_whatever_the_seed() -> None:
     lists = [["c5", "c0"], ["c3"]]
     for seed in (0, 4):
-        stream = cut(make_source(6, 4), class_lists=lists, seed=seed)
+        stream = make_stream(make_source(6, 4), class_lists=lists, seed=seed)
         assert stream.class_order == (5, 0, 3)
         assert stream.class_names == ("c5", "c0", "c3")
         assert [task.classes for task in stream.tasks] == [(0, 1), (2,)]
@@ -121,7 +123,7 @@ def test_class_lists_are_taken_as_they_are_whatever_the_seed() -> None:
 
 
 def test_the_stream_carries_name_and_notes_of_its_source() -> None:
-    stream = cut(make_source(), tasks=2)
+    stream = make_stream(make_source(), tasks=2)
     assert stream.name == "toy"
     assert stream.notes == ("a toy",)
     assert not stream.validation
@@ -137,7 +139,7 @@ def test_every_class_is_in_one_task_and_every_image_is_used_once(
 ) -> None:
     tasks = data.draw(st.integers(1, classes))
     source = make_source(classes, 2)
-    stream = cut(source, tasks=tasks, seed=seed)
+    stream = make_stream(source, tasks=tasks, seed=seed)
     sizes = [len(task.classes) for task in stream.tasks]
     assert len(sizes) == tasks
     assert max(sizes) - min(sizes) <= 1
@@ -151,7 +153,9 @@ def test_every_class_is_in_one_task_and_every_image_is_used_once(
 
 @given(classes=st.integers(1, 30), size=st.integers(1, 35))
 def test_only_the_last_task_is_smaller(classes: int, size: int) -> None:
-    sizes = [len(task.classes) for task in cut(make_source(classes), classes_per_task=size).tasks]
+    sizes = [
+        len(task.classes) for task in make_stream(make_source(classes), classes_per_task=size).tasks
+    ]
     assert sum(sizes) == classes
     assert all(count == size for count in sizes[:-1])
     assert 1 <= sizes[-1] <= size
@@ -163,7 +167,7 @@ def test_only_the_last_task_is_smaller(classes: int, size: int) -> None:
 def test_validation_holds_out_a_fifth_of_all_training_images_and_reads_no_test_image() -> None:
     source = make_source(5, 20)
     test = Unreadable(np.zeros((5, 1, 1), np.uint8), np.arange(5))
-    stream = cut(replace(source, test=test), tasks=2, seed=1, validation=True)
+    stream = make_stream(replace(source, test=test), tasks=2, seed=1, validation=True)
     trained = [value for task in stream.tasks for value in pixel_values(task.train)]
     held_out = [value for task in stream.tasks for value in pixel_values(task.test)]
     assert len(trained) == 80
@@ -177,7 +181,7 @@ def test_validation_holds_out_a_fifth_of_all_training_images_and_reads_no_test_i
 
 def test_validation_is_drawn_from_the_whole_and_by_the_seed() -> None:
     def held_out(seed: int) -> list[int]:
-        stream = cut(make_source(5, 40), tasks=5, seed=seed, validation=True)
+        stream = make_stream(make_source(5, 40), tasks=5, seed=seed, validation=True)
         return sorted(int(i) for task in stream.tasks for i in task.test.indices)
 
     assert held_out(1) == held_out(1)
@@ -192,7 +196,7 @@ def test_validation_is_drawn_from_the_whole_and_by_the_seed() -> None:
 
 def test_removed_domains_are_missing_in_training_and_present_in_the_test() -> None:
     source = make_source(6, 12, domains=6)
-    stream = cut(source, tasks=3, remove_domains=4, seed=2)
+    stream = make_stream(source, tasks=3, remove_domains=4, seed=2)
     for task in stream.tasks:
         assert len(task.removed_domains) == 4
         kept = set(range(6)) - set(task.removed_domains)
@@ -207,7 +211,9 @@ def test_removed_domains_are_missing_in_training_and_present_in_the_test() -> No
 
 def test_removed_domains_follow_seed_and_task_only() -> None:
     def removed(seed: int, tasks: int) -> list[tuple[int, ...]]:
-        stream = cut(make_source(6, 15, domains=15), tasks=tasks, remove_domains=8, seed=seed)
+        stream = make_stream(
+            make_source(6, 15, domains=15), tasks=tasks, remove_domains=8, seed=seed
+        )
         return [task.removed_domains for task in stream.tasks]
 
     assert removed(1, 3) == removed(1, 3) == removed(1, 6)[:3]
@@ -224,7 +230,7 @@ def test_a_class_left_without_training_images_keeps_its_row_and_is_listed() -> N
     source = array_source(
         "toy", images_, labels, numbered(3), [0, 1, 2], train_domains=kinds, test_domains=[0, 1, 0]
     )
-    stream = cut(source, tasks=1, remove_domains=1)
+    stream = make_stream(source, tasks=1, remove_domains=1)
     (task,) = stream.tasks
     (gone,) = task.removed_domains
     assert task.classes == (0, 1, 2)
@@ -235,7 +241,7 @@ def test_a_class_left_without_training_images_keeps_its_row_and_is_listed() -> N
 
 
 def test_validation_images_keep_all_domains() -> None:
-    stream = cut(make_source(4, 30, domains=3), tasks=2, remove_domains=1, validation=True)
+    stream = make_stream(make_source(4, 30, domains=3), tasks=2, remove_domains=1, validation=True)
     for task in stream.tasks:
         assert task.train.domains is not None
         assert task.test.domains is not None
@@ -244,7 +250,7 @@ def test_validation_images_keep_all_domains() -> None:
 
 
 def test_nothing_is_removed_unless_asked() -> None:
-    for task in cut(make_source(6, 6, domains=3), tasks=2).tasks:
+    for task in make_stream(make_source(6, 6, domains=3), tasks=2).tasks:
         assert task.removed_domains == ()
         assert task.untrained == ()
         assert len(task.train) == 18
@@ -259,7 +265,7 @@ def test_nothing_is_removed_unless_asked() -> None:
 )
 def test_exactly_one_rule_is_needed(rules: dict[str, int]) -> None:
     with pytest.raises(BadOption, match="exactly one of tasks, classes_per_task and class_lists"):
-        cut(make_source(), **rules)  # type: ignore[arg-type]
+        make_stream(make_source(), **rules)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -279,23 +285,23 @@ def test_exactly_one_rule_is_needed(rules: dict[str, int]) -> None:
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, int], problem: str) -> None:
     with pytest.raises(BadOption, match=problem):
-        cut(make_source(domains=3), **options)  # type: ignore[arg-type]
+        make_stream(make_source(domains=3), **options)  # type: ignore[arg-type]
 
 
 def test_removing_domains_needs_domains() -> None:
     with pytest.raises(BadOption, match="the images of 'toy' have no domain labels"):
-        cut(make_source(), tasks=2, remove_domains=1)
+        make_stream(make_source(), tasks=2, remove_domains=1)
 
 
 def test_more_tasks_than_classes_leave_a_task_empty() -> None:
     with pytest.raises(EmptyTask, match="Task 7 has no class: 8 tasks of 6 classes"):
-        cut(make_source(6), tasks=8)
+        make_stream(make_source(6), tasks=8)
 
 
 @pytest.mark.parametrize(("lists", "task"), [([], 1), ([[]], 1), ([["c0"], []], 2)])
 def test_an_empty_list_is_an_empty_task(lists: list[list[str]], task: int) -> None:
     with pytest.raises(EmptyTask, match=f"Task {task} has no class"):
-        cut(make_source(), class_lists=lists)
+        make_stream(make_source(), class_lists=lists)
 
 
 def test_a_task_without_any_training_image_is_an_error() -> None:
@@ -303,8 +309,10 @@ def test_a_task_without_any_training_image_is_an_error() -> None:
         "toy", numbered(2), [0, 1], numbered(3), [0, 1, 2], class_names=["a", "b", "c"]
     )
     with pytest.raises(EmptyTask, match=r"Task 3 has no training image\. Give every task"):
-        cut(source, tasks=3)
-    (task,) = cut(source, tasks=1).tasks  # beside classes that have some, it is only untrained
+        make_stream(source, tasks=3)
+    (task,) = make_stream(
+        source, tasks=1
+    ).tasks  # beside classes that have some, it is only untrained
     assert task.untrained == (2,)
 
 
@@ -319,30 +327,30 @@ def test_a_task_emptied_by_the_removal_names_the_domains() -> None:
         domain_names=["art", "toy"],
     )
     with pytest.raises(EmptyTask, match="no training image without the domains art"):
-        cut(source, tasks=10, remove_domains=1)  # one task in two loses its only domain
+        make_stream(source, tasks=10, remove_domains=1)  # one task in two loses its only domain
 
 
 def test_a_task_without_test_images_is_noted() -> None:
     source = array_source("toy", numbered(2), [0, 1], numbered(1), [0])
-    assert cut(source, tasks=2).notes == ("task 2 has no test image",)
+    assert make_stream(source, tasks=2).notes == ("task 2 has no test image",)
 
 
 def test_a_class_belongs_to_one_task() -> None:
     with pytest.raises(ClassInTwoTasks, match="'c1' is in task 1 and again in task 2"):
-        cut(make_source(), class_lists=[["c0", "c1"], ["c2", "c1"]])
+        make_stream(make_source(), class_lists=[["c0", "c1"], ["c2", "c1"]])
 
 
 def test_an_unknown_class_is_refused_with_the_nearest() -> None:
     source = make_source(3, names=("tabby cat", "collie", "emu"))
     with pytest.raises(UnknownName, match=r"no class 'taby cat'\. Did you mean 'tabby cat'\?"):
-        cut(source, class_lists=[["taby cat"]])
+        make_stream(source, class_lists=[["taby cat"]])
 
 
 # --- samples ---
 
 
 def test_a_subset_takes_positions_or_a_mask_in_order() -> None:
-    (task,) = cut(make_source(3, 2), tasks=1).tasks
+    (task,) = make_stream(make_source(3, 2), tasks=1).tasks
     assert pixel_values(task.train.subset([4, 0, 4])) == [4, 0, 4]
     assert task.train.subset([4, 0]).labels.tolist() == [1, 0]
     assert pixel_values(task.train.subset(task.train.labels == 2)) == [2, 5]
@@ -383,7 +391,7 @@ def test_domains_of_a_join_are_unknown_when_some_are() -> None:
 
 
 def test_joining_empty_samples_is_fine_and_joining_nothing_is_not() -> None:
-    (task,) = cut(make_source(3, 2), tasks=1).tasks
+    (task,) = make_stream(make_source(3, 2), tasks=1).tasks
     empty = task.train.subset([])
     assert len(Samples.concat([empty, empty])) == 0
     assert pixel_values(Samples.concat([empty, task.test])) == [200, 201, 202]
@@ -424,7 +432,7 @@ def test_samples_with_a_label_missing_are_refused() -> None:
 
 
 def test_streams_do_not_change() -> None:
-    stream = cut(make_source(), tasks=2)
+    stream = make_stream(make_source(), tasks=2)
     with pytest.raises(FrozenInstanceError):
         stream.name = "other"  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
@@ -453,7 +461,7 @@ class Views(Dataset[torch.Tensor]):
 def test_workers_batches_and_order_do_not_change_a_view() -> None:
     rng = np.random.default_rng(0)
     arrays = rng.integers(0, 256, (24, 12, 12), np.uint8)
-    stream: Stream = cut(
+    stream: Stream = make_stream(
         array_source("toy", arrays, np.arange(24) % 3, arrays[:3], [0, 1, 2]), tasks=1
     )
     views = Views(stream.tasks[0].train)
@@ -467,7 +475,7 @@ def test_workers_batches_and_order_do_not_change_a_view() -> None:
 
 
 def test_validation_is_the_last_fifth_of_the_seeded_permutation() -> None:
-    stream = cut(make_source(5, 40), tasks=1, seed=3, validation=True)
+    stream = make_stream(make_source(5, 40), tasks=1, seed=3, validation=True)
     purpose = int.from_bytes(b"validation", "big")
     permuted = np.random.default_rng((3, 0, purpose)).permutation(200)
     assert sorted(stream.tasks[0].test.indices.tolist()) == sorted(permuted[160:].tolist())

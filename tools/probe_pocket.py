@@ -77,7 +77,7 @@ def probe(weights: Path, archive: Path) -> dict[str, float]:
     with np.load(archive, allow_pickle=False) as arrays:
         drawings, classes = arrays["drawings"], len(arrays["classes"])
     backbone = load_backbone(str(weights))
-    features = frozen_features(backbone.vit, backbone.pixels, drawings)
+    features = frozen_features(backbone.vit, backbone.preprocessing, drawings)
     accuracy, penalty = ridge_accuracy(features, classes)
     raw = torch.from_numpy(drawings).flatten(1) / 255
     raw_accuracy, raw_penalty = ridge_accuracy(raw, classes)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from coda_prompt.bench.config import Benchmark
 from coda_prompt.data import hf_datasets, shards
-from coda_prompt.data.paper import PUBLISHED, published_source
+from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.sources import Source, folder_source
-from coda_prompt.data.stream import Stream, cut
+from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.errors import MissingData, UnknownName
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 
@@ -50,16 +50,16 @@ def _find_source(benchmark: Benchmark) -> Source:
     if name == "pocket":
         strength = STRENGTH if benchmark.strength is None else benchmark.strength
         return pocket_source(strength)
-    if name in PUBLISHED:
-        return published_source(name, benchmark.data, benchmark.lists)
+    if name in PAPER_DATASETS:
+        return paper_source(name, benchmark.data, benchmark.lists)
     if name.startswith(hf_datasets.PREFIX):
         return hf_datasets.hub_source(name.removeprefix(hf_datasets.PREFIX))
     if name.startswith(shards.PREFIX):
         return shards.shard_source(name.removeprefix(shards.PREFIX))
     if Path(name).name == name and not Path(name).exists():
-        raise UnknownName("source or folder", name, ("pocket", *PUBLISHED))
+        raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
     return folder_source(name)
 
 
 def stream_of(benchmark: Benchmark, source: Source, seed: int) -> Stream:
-    return cut(source, seed=seed, **benchmark.stream.model_dump())
+    return make_stream(source, seed=seed, **benchmark.stream.model_dump())

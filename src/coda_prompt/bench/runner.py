@@ -165,7 +165,9 @@ def execute(
         _refuse_other_inputs(run, surroundings)
     stream = stream_of(benchmark, source, run.seed)
     pixels = (
-        backbone.pixels if benchmark.preprocess == "weights" else backbone.pixels.unnormalised()
+        backbone.preprocessing
+        if benchmark.preprocess == "weights"
+        else backbone.preprocessing.unnormalised()
     )
     views = Views(pixels, benchmark.augmentation, benchmark.resize)
     method = methods.make(

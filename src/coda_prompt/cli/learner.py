@@ -279,11 +279,11 @@ def _predictions(
             going.on_event(Event("pass", 0, 0, step=done, steps=len(paths)))
 
 
-def _opened(paths: Sequence[str], shortest: int) -> tuple[list[Any], list[str], list[BadImage]]:
+def _opened(paths: Sequence[str], min_side: int) -> tuple[list[Any], list[str], list[BadImage]]:
     images, names, bad = [], [], []
     for path in paths:
         try:
-            images.append(open_image(path, shortest))
+            images.append(open_image(path, min_side))
             names.append(printable(path))
         except BadImage as problem:
             bad.append(problem)

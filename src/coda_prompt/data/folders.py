@@ -11,7 +11,7 @@ from coda_prompt.console import visible
 from coda_prompt.data.images import SUFFIXES
 from coda_prompt.errors import MissingData
 
-FOLDERS_WANTED = "Point at a folder with one folder of images per class, or with train/ and test/."
+EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
 
 Identities = frozenset[tuple[int, int]]  # device and inode
 
@@ -38,7 +38,7 @@ def images_by_class(root: Path, *, lenient: bool = False) -> dict[str, list[str]
     folders, loose = class_folders(root)
     if not folders:
         found = f"{loose} images but no class folder" if loose else "no class folder"
-        raise MissingData(root, f"there is {found} in it", FOLDERS_WANTED)
+        raise MissingData(root, f"there is {found} in it", EXPECTED_LAYOUT)
     above = _identities_above(root)
     files = {name: sorted(_images_below(folder, above)) for name, folder in folders.items()}
     if lenient:
@@ -139,13 +139,13 @@ def _identities_above(root: Path) -> Identities:
     return frozenset(_identity(folder) for folder in (resolved, *resolved.parents))
 
 
-def is_name(text: str) -> bool:
+def is_valid_class_name(text: str) -> bool:
     """Whether this can be the name of a class: Unicode, no control character, not empty."""
     return bool(text) and "\n" not in text and visible(text) == text
 
 
 def _named(root: Path, name: str) -> str:
-    if not is_name(name):
+    if not is_valid_class_name(name):
         problem = f"the folder name {os.fsencode(name)!r} is not Unicode or has control characters"
         raise MissingData(root, problem, "Rename the folder.")
     return name

@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 from PIL import Image
 
-from coda_prompt.data.images import read_image
+from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import Integers, Source
 from coda_prompt.errors import BadImage, MissingData, MissingExtra
 
@@ -32,16 +32,16 @@ class HubSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         name = f"{self.name}[{index}]"
-        return read_image(_content(self.rows[index][self.image_column], name), name, shortest)
+        return open_image(_content(self.rows[index][self.image_column], name), min_side, name)
 
     def fingerprint(self) -> str:
         """A hash of the name and all labels; images are not read."""
         return hashlib.sha256(f"{self.name}\n".encode() + self.labels.tobytes()).hexdigest()
 
 
-class HubStream:
+class StreamedHubSplit:
     """A split that is read from its beginning to its end and kept nowhere."""
 
     def __init__(self, name: str, rows: Any, image: str, label: str) -> None:
@@ -68,26 +68,28 @@ def hub_source(name: str) -> Source:
     Of several class columns the finest counts: CIFAR-100 also has one of 20 superclasses.
     """
     parts = _trained_and_tested(name, _parts(name))
-    (train, names), (test, _) = (labelled_rows(*part) for part in parts)
+    (train, names), (test, _) = (split_from_rows(*part) for part in parts)
     return Source(name, names, train, test)
 
 
-def hub_part(name: str, part: str) -> tuple[HubSplit, tuple[str, ...]]:
+def open_hub_split(name: str, part: str) -> tuple[HubSplit, tuple[str, ...]]:
     """One part of a dataset as a split, and the names of its classes."""
     parts = _parts(name)
     if part not in parts:
         raise _misfit(name, f"it has no split {part} (but {', '.join(sorted(parts))})")
-    return labelled_rows(f"{name}/{part}", parts[part])
+    return split_from_rows(f"{name}/{part}", parts[part])
 
 
-def hub_streams(name: str) -> tuple[tuple[str, ...], tuple[HubStream, HubStream]]:
+def stream_hub_splits(
+    name: str,
+) -> tuple[tuple[str, ...], tuple[StreamedHubSplit, StreamedHubSplit]]:
     """The names of the classes, and train and test as they come."""
     parts = _trained_and_tested(name, _parts(name, streaming=True))
     (names, *train), (_, *test) = (_columns(*part) for part in parts)
-    return names, (HubStream(*train), HubStream(*test))
+    return names, (StreamedHubSplit(*train), StreamedHubSplit(*test))
 
 
-def labelled_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
+def split_from_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
     """A part of a dataset as a split, and the names of its classes."""
     names, *columns = _columns(name, rows)
     return HubSplit(*columns), names

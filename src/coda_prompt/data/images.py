@@ -26,10 +26,10 @@ SUFFIXES = frozenset(
         *("pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
     )
 )
-MOST_PIXELS = 89_478_485  # 256 MiB as RGB, where Pillow starts to warn of a decompression bomb
+MAX_PIXELS = 89_478_485  # 256 MiB as RGB, where Pillow starts to warn of a decompression bomb
 
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
-READABLE = frozenset(
+SUPPORTED_MODES = frozenset(
     ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "F")
 ).union(_SIXTEEN_BIT)
 _ORIENTATION_TAG = 0x0112
@@ -44,54 +44,51 @@ _UPRIGHT = {
 }
 
 
-def open_image(path: str | os.PathLike[str], shortest: int | None = None) -> Image.Image:
-    """The decoded image, upright as its EXIF tag says; the first frame of an animation.
-
-    Where a shorter side of `shortest` pixels suffices, a JPEG of at least twice that is decoded at
-    a half, a quarter or an eighth of its size, which takes a fraction of the time.
-    """
-    if not os.path.isfile(path):  # a named pipe would block
-        raise BadImage(path, "there is no such file")
-    if not os.path.getsize(path):
-        raise BadImage(path, "the file is empty")
-    return _decoded(path, path, shortest)
-
-
-def read_image(content: bytes, name: str, shortest: int | None = None) -> Image.Image:
-    """As `open_image`, from the bytes of a file."""
-    if not content:
-        raise BadImage(name, "the file is empty")
-    return _decoded(io.BytesIO(content), name, shortest)
-
-
-def _decoded(
-    place: str | os.PathLike[str] | io.BytesIO, path: object, shortest: int | None
+def open_image(
+    file: str | os.PathLike[str] | bytes, min_side: int | None = None, name: str | None = None
 ) -> Image.Image:
+    """Decode an image file and apply its EXIF orientation; of an animation, the first frame.
+
+    Args:
+        file: a path, or the content of a file.
+        min_side: pixels the shorter side needs. A JPEG with at least twice as many is decoded at
+            1/2, 1/4 or 1/8 of its size, which takes a fraction of the time.
+        name: what error messages call the file; by default its path.
+
+    Raises:
+        BadImage: the file is missing, empty, damaged, too large or in an unsupported format.
+    """
+    path = name if isinstance(file, bytes) else file
+    if not isinstance(file, bytes) and not os.path.isfile(file):  # a named pipe would block
+        raise BadImage(path, "there is no such file")
+    if not (len(file) if isinstance(file, bytes) else os.path.getsize(file)):
+        raise BadImage(path, "the file is empty")
     try:
-        with Image.open(place, formats=FORMATS) as image:
-            if image.width * image.height > MOST_PIXELS:
+        opened = io.BytesIO(file) if isinstance(file, bytes) else file
+        with Image.open(opened, formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
                 raise BadImage(
                     path,
-                    f"{image.width} x {image.height} pixels are more than the {MOST_PIXELS:,} "
-                    "that are decoded",
+                    f"{image.width} x {image.height} pixels are more than the limit of "
+                    f"{MAX_PIXELS:,}",
                 )
-            if image.mode not in READABLE:
-                raise BadImage(path, f"its colours ({image.mode}) cannot be turned into RGB")
-            if shortest is not None:
-                image.draft(None, (shortest, shortest))
+            if image.mode not in SUPPORTED_MODES:
+                raise BadImage(path, f"its color mode {image.mode} cannot be converted to RGB")
+            if min_side is not None:
+                image.draft(None, (min_side, min_side))
             image.load()
-            return upright(image)
+            return apply_exif_orientation(image)
     except BadImage:
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as problem:
-        raise BadImage(path, f"it is too large to be decoded ({problem})") from problem
-    except UnidentifiedImageError as problem:
-        raise BadImage(path, f"it is in none of the formats {', '.join(FORMATS)}") from problem
-    except Exception as problem:  # on damaged bytes a decoder may raise anything
-        raise BadImage(path, f"it cannot be decoded ({problem})") from problem
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadImage(path, f"it is too large to decode ({error})") from error
+    except UnidentifiedImageError as error:
+        raise BadImage(path, f"it is in none of the formats {', '.join(FORMATS)}") from error
+    except Exception as error:  # on damaged bytes a decoder may raise anything
+        raise BadImage(path, f"it cannot be decoded ({error})") from error
 
 
-def upright(image: Image.Image) -> Image.Image:
+def apply_exif_orientation(image: Image.Image) -> Image.Image:
     """As `ImageOps.exif_transpose`, which rewrites the EXIF data and fails on a damaged one."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
@@ -103,7 +100,7 @@ def upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def as_channels(image: Image.Image, channels: int) -> Image.Image:
+def convert_channels(image: Image.Image, channels: int) -> Image.Image:
     """The image as RGB (3) or grey (1): alpha over white, more than 8 bits scaled to 8."""
     if channels not in (1, 3):
         raise BadOption("the pixels", "channels", f"images have 1 or 3 channels, not {channels}")
@@ -158,7 +155,7 @@ def training_view(
     image: Image.Image, pixels: Preprocessing, augmentation: Augmentation, rng: np.random.Generator
 ) -> torch.Tensor:
     """A random resized crop, flipped with the given probability: float32, C x H x W."""
-    image = as_channels(image, pixels.channels)
+    image = convert_channels(image, pixels.channels)
     box = crop_box(image.width, image.height, augmentation, rng)
     # Cropped first: resize(box=...) would blend in pixels from outside the crop.
     view = image.crop(box).resize((pixels.size, pixels.size), Image.Resampling.BILINEAR)
@@ -191,17 +188,17 @@ def crop_box(
     return left, top, left + crop_width, top + crop_height
 
 
-def test_view(
+def eval_view(
     image: Image.Image,
     pixels: Preprocessing,
-    resize: Literal["crop", "squash"] = "crop",  # noqa: PT028 (a view of a test image, no test)
+    resize: Literal["crop", "squash"] = "crop",
 ) -> torch.Tensor:
     """The view that is classified: float32, C x H x W.
 
     `crop` brings the shorter side to 256/224 of the size and takes the centre; `squash` resizes
     to the size whatever the shape.
     """
-    image = as_channels(image, pixels.channels)
+    image = convert_channels(image, pixels.channels)
     if resize == "crop":
         box = _central_box(image.width, image.height, pixels.size)
     elif resize == "squash":
@@ -212,7 +209,7 @@ def test_view(
     return _normalised(view, pixels)
 
 
-def sufficient(pixels: Preprocessing, augmentation: Augmentation | None) -> int:
+def required_min_side(pixels: Preprocessing, augmentation: Augmentation | None) -> int:
     """The shorter side an image needs: the smallest crop of a training view then has as many pixels
     as it is resized to, and a test view twice as many.
     """

@@ -17,8 +17,8 @@ from typing import Any
 from rich.progress import TimeRemainingColumn
 
 from coda_prompt.console import Bar, messages
-from coda_prompt.data.hf_datasets import PREFIX, HubStream, hub_streams
-from coda_prompt.data.shards import CLASSES, NOTE, PARTS, names_in
+from coda_prompt.data.hf_datasets import PREFIX, StreamedHubSplit, stream_hub_splits
+from coda_prompt.data.shards import CLASSES, NOTE, PARTS, parse_class_list
 from coda_prompt.data.sources import FileSplit, folder_source
 from coda_prompt.errors import BadOption, MissingData
 from coda_prompt.storage.files import write_atomically
@@ -42,7 +42,7 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
     they are. Gives the number of shards and of images."""
     names, parts = _of_the_hub(data) if data.startswith(PREFIX) else _of_a_folder(data)
     listed = "".join(f"{name}\n" for name in names).encode()
-    if names_in(listed) != tuple(names):
+    if parse_class_list(listed) != tuple(names):
         raise MissingData(data, "a class has a name that cannot be kept in a list", "Rename it.")
     state = {part: own.state for part, own in parts.items()}
     told = {"data": data, "megabytes": megabytes, "classes": names, "state": state}
@@ -87,9 +87,9 @@ def _of_a_folder(data: str) -> tuple[Sequence[str], dict[str, Part]]:
 
 
 def _of_the_hub(data: str) -> tuple[Sequence[str], dict[str, Part]]:
-    names, streams = hub_streams(data.removeprefix(PREFIX))
+    names, streams = stream_hub_splits(data.removeprefix(PREFIX))
 
-    def part(stream: HubStream) -> Part:
+    def part(stream: StreamedHubSplit) -> Part:
         def examples(first: int) -> Iterator[Example]:
             for content, label in stream.examples(first):
                 yield content, ".jpg" if content.startswith(b"\xff\xd8") else ".png", label

@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from coda_prompt.data.renditions import STYLES, render, style_of
+from coda_prompt.data.renditions import STYLES, render, style_index
 from coda_prompt.data.sources import ArraySplit, Source
 from coda_prompt.errors import CorruptFile
 
@@ -28,7 +28,7 @@ def pocket_source(strength: float = STRENGTH) -> Source:
     with asset.open("rb") as file:
         drawings, classes = _read(file)
     each = len(drawings) // len(classes)
-    styles = np.array([style_of(f"{name}/{n}") for name in classes for n in range(each)])
+    styles = np.array([style_index(f"{name}/{n}") for name in classes for n in range(each)])
     rendered = render(drawings, styles, strength)
     labels = np.repeat(np.arange(len(classes)), each)
     training = np.arange(len(drawings)) % each < TRAIN

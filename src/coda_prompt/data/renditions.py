@@ -115,7 +115,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
 )
 
 
-def style_of(key: str) -> int:
+def style_index(key: str) -> int:
     """Which style a drawing has, by a fixed hash of its name."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % len(STYLES)
 

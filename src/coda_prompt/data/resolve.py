@@ -22,11 +22,11 @@ from coda_prompt.data.folders import (
     class_folders,
     images_below,
     images_by_class,
-    is_name,
+    is_valid_class_name,
     other_files,
 )
 from coda_prompt.data.hf_datasets import HubSplit
-from coda_prompt.data.images import READABLE, open_image, upright
+from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
 from coda_prompt.data.shards import ShardSplit
 from coda_prompt.data.sources import ArraySplit, FileSplit, Integers
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
@@ -45,7 +45,7 @@ class MemorySplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         held = self.images[index]
         return as_image(held[0] if isinstance(held, tuple | list) else held)
 
@@ -98,9 +98,9 @@ def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
     if isinstance(data, str | os.PathLike) and labels is not None:
         raise BadOption("the images", "labels", "a folder names its classes itself; leave them out")
     if isinstance(data, str) and data.startswith(hf_datasets.PREFIX):
-        return Labelled(*hf_datasets.hub_part(data.removeprefix(hf_datasets.PREFIX), part))
+        return Labelled(*hf_datasets.open_hub_split(data.removeprefix(hf_datasets.PREFIX), part))
     if isinstance(data, str) and data.startswith(shards.PREFIX):
-        return Labelled(*shards.shard_part(data.removeprefix(shards.PREFIX), part))
+        return Labelled(*shards.open_shard_split(data.removeprefix(shards.PREFIX), part))
     if isinstance(data, str | os.PathLike):
         return _folder(Path(data), skip_bad)
     if labels is None:
@@ -170,9 +170,9 @@ def as_image(value: Any) -> Image.Image:
     if isinstance(value, Image.Image):
         if not (value.width and value.height):
             raise BadOption("an image", "shape", "it has no pixel")
-        if value.mode not in READABLE:
+        if value.mode not in SUPPORTED_MODES:
             raise BadOption("an image", "mode", f"'{value.mode}' cannot be turned into RGB")
-        return upright(value.copy())
+        return apply_exif_orientation(value.copy())
     if isinstance(value, str | os.PathLike):
         return open_image(value)
     if isinstance(value, torch.Tensor):
@@ -280,7 +280,7 @@ def _problem(path: str) -> BadImage | None:
 def _dataset(data: Any, skip_bad: bool) -> Labelled:
     """Anything with a length that gives (image, label) pairs, or a dataset of the hub's package."""
     if hasattr(data, "features") and hasattr(data, "column_names"):
-        return Labelled(*hf_datasets.labelled_rows("the dataset", data))
+        return Labelled(*hf_datasets.split_from_rows("the dataset", data))
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise BadOption(
             "the images", "data", f"cannot take {type(data).__name__} for labelled images"
@@ -322,6 +322,6 @@ def _checked_labels(labels: Any) -> list[str | int]:
     if not all(isinstance(value, str | int) for value in values):
         raise BadOption("the images", "labels", "classes are named by strings or whole numbers")
     for value in values:
-        if isinstance(value, str) and not is_name(value):
+        if isinstance(value, str) and not is_valid_class_name(value):
             raise BadOption("the images", "labels", f"{value!r} cannot be the name of a class")
     return values

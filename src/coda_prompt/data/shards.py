@@ -33,8 +33,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from coda_prompt.console import Bar, messages
-from coda_prompt.data.folders import is_name
-from coda_prompt.data.images import SUFFIXES, read_image
+from coda_prompt.data.folders import is_valid_class_name
+from coda_prompt.data.images import SUFFIXES, open_image
 from coda_prompt.data.sources import Integers, Source
 from coda_prompt.errors import BadImage, CorruptFile, MissingData
 from coda_prompt.storage.files import user_cache_dir, write_atomically
@@ -83,7 +83,7 @@ class Index:
         if any(array.dtype.kind != "i" for array in arrays):
             return False
         names = self.names
-        if not all(is_name(name) for name in names) or len(set(names)) < len(names):
+        if not all(is_valid_class_name(name) for name in names) or len(set(names)) < len(names):
             return False
         if not len(self.label):
             return False
@@ -106,7 +106,7 @@ class ShardSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         shard = self.shards[self._index.shard[index]]
         first = int(self._index.offset[index])
         name = f"{shard} at byte {first}"
@@ -121,7 +121,7 @@ class ShardSplit:
                     content = raw.read(size)
         except Exception as problem:  # disks and networks fail in many ways
             raise BadImage(name, f"it cannot be read ({problem})") from problem
-        return read_image(content, name, shortest)
+        return open_image(content, min_side, name)
 
     def fingerprint(self) -> str:
         """A hash of the shards' names, of where in them the images lie, and of the labels."""
@@ -147,7 +147,7 @@ def shard_source(address: str) -> Source:
     return Source(name, names[1], train, test)
 
 
-def shard_part(address: str, part: str) -> tuple[ShardSplit, tuple[str, ...]]:
+def open_shard_split(address: str, part: str) -> tuple[ShardSplit, tuple[str, ...]]:
     """One part, and the names of its classes."""
     source = shard_source(address)
     split = source.train if part == "train" else source.test
@@ -290,7 +290,7 @@ def _entries(files: Any, shard: str) -> Iterator[tuple[str, str, int, int]]:
         for member in members:
             folder = member.name.rpartition("/")[0].rpartition("/")[2]
             label = labels.get(key) or folder
-            if not is_name(label) or label in (".", ".."):
+            if not is_valid_class_name(label) or label in (".", ".."):
                 raise CorruptFile(shard, f"does not say what '{key}' is")
             name = key if labels.get(key) else member.name
             yield name, label, member.offset_data, member.size
@@ -343,7 +343,7 @@ def _listed(place: str) -> tuple[str, ...] | None:
     try:
         if not files.exists(path):
             return None
-        names = names_in(files.cat_file(path))
+        names = parse_class_list(files.cat_file(path))
     except Exception as problem:  # disks and networks fail in many ways
         raise CorruptFile(f"{place}/{CLASSES}", f"cannot be read ({problem})") from problem
     if not names:
@@ -351,8 +351,8 @@ def _listed(place: str) -> tuple[str, ...] | None:
     return names
 
 
-def names_in(content: bytes) -> tuple[str, ...]:
+def parse_class_list(content: bytes) -> tuple[str, ...]:
     """The names of a list, one a line; none where one of them is no name."""
     lines = content.decode("utf-8-sig").rstrip("\r\n").split("\n")
     names = tuple(line.removesuffix("\r") for line in lines)
-    return names if all(is_name(name) for name in names) else ()
+    return names if all(is_valid_class_name(name) for name in names) else ()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
-from coda_prompt.data.folders import FOLDERS_WANTED, class_folders, images_by_class
+from coda_prompt.data.folders import EXPECTED_LAYOUT, class_folders, images_by_class
 from coda_prompt.data.images import open_image
 from coda_prompt.errors import BadOption, MissingData
 
@@ -31,8 +31,8 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
-        """`shortest`: how long the shorter side has to be; a smaller image may come then."""
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
+        """`min_side`: how long the shorter side has to be; a smaller image may come then."""
         ...
 
     def fingerprint(self) -> str: ...
@@ -60,7 +60,7 @@ class ArraySplit:
     def __len__(self) -> int:
         return len(self.images)
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return Image.fromarray(self.images[index])
 
     def fingerprint(self) -> str:
@@ -89,8 +89,8 @@ class FileSplit:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
-        return open_image(self.paths[index], shortest)
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
+        return open_image(self.paths[index], min_side)
 
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and labels; their bytes are not read."""
@@ -199,7 +199,7 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     root = Path(os.path.expanduser(path))
     if not os.path.isdir(root):
         problem = "this is not a folder" if os.path.exists(root) else "there is no such folder"
-        raise MissingData(root, problem, FOLDERS_WANTED)
+        raise MissingData(root, problem, EXPECTED_LAYOUT)
     name = root.resolve().name or str(root)
     folders, loose = class_folders(root)
     if {"train", "test"} <= folders.keys():

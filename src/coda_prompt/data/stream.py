@@ -29,8 +29,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def image(self, position: int, shortest: int | None = None) -> Image.Image:
-        return self.split.image(int(self.indices[position]), shortest)
+    def image(self, position: int, min_side: int | None = None) -> Image.Image:
+        return self.split.image(int(self.indices[position]), min_side)
 
     @property
     def domains(self) -> Integers | None:
@@ -80,9 +80,9 @@ class _JoinedSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def image(self, index: int, shortest: int | None = None) -> Image.Image:
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return self.splits[number].image(index - int(self.starts[number]), shortest)
+        return self.splits[number].image(index - int(self.starts[number]), min_side)
 
     def fingerprint(self) -> str:
         return "+".join(split.fingerprint() for split in self.splits)
@@ -127,7 +127,7 @@ def class_order(classes: int, seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def cut(
+def make_stream(
     source: Source,
     *,
     tasks: int | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coda_prompt.data.images import as_channels
+from coda_prompt.data.images import convert_channels
 from coda_prompt.data.resolve import Labelled
 from coda_prompt.errors import listed
 from coda_prompt.preprocessing import Preprocessing
@@ -141,7 +141,7 @@ def _photographs(images: Sequence[Any]) -> bool:
         return False
     shades = []
     for image in large:
-        grey = np.asarray(as_channels(image, 1).resize((64, 64)))
+        grey = np.asarray(convert_channels(image, 1).resize((64, 64)))
         shades.append(np.mean((grey > 40) & (grey < 215)))
     return float(np.median(shades)) > 0.3
 

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from coda_prompt import __version__, methods
-from coda_prompt.data.images import Augmentation, sufficient, test_view
+from coda_prompt.data.images import Augmentation, eval_view, required_min_side
 from coda_prompt.data.resolve import Labelled, labelled, unlabelled
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
@@ -93,9 +93,9 @@ class ContinualClassifier:
         pocket = POCKET_TRAINING if backbone == "pocket" else {}
         self._training: Training = make_config(Training, "the training", {**pocket, **of_training})
         self._views = (
-            Views(self._backbone.pixels, POCKET_AUGMENTATION, "squash")
+            Views(self._backbone.preprocessing, POCKET_AUGMENTATION, "squash")
             if backbone == "pocket"
-            else Views(self._backbone.pixels)
+            else Views(self._backbone.preprocessing)
         )
         self._tasks: list[TaskRecord] = []
         self._current: store.Model | None = None
@@ -125,7 +125,7 @@ class ContinualClassifier:
     @property
     def shortest_side(self) -> int:
         """Preprocessing an image to be classified needs; a larger one is not seen more exactly."""
-        return sufficient(self._backbone.pixels, None)
+        return required_min_side(self._backbone.preprocessing, None)
 
     @property
     def temperature(self) -> float:
@@ -173,7 +173,7 @@ class ContinualClassifier:
         images = labelled(data, labels, skip_bad=skip_bad)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
         known = self.classes_
-        found = advice.warnings(images, known, self.backbone_name, self._backbone.pixels)
+        found = advice.warnings(images, known, self.backbone_name, self._backbone.preprocessing)
         if watched is not None and not set(watched.names) & set(known):
             found.append("none of the watched classes was known before: nothing to forget yet")
         if on_start is not None:
@@ -247,7 +247,7 @@ class ContinualClassifier:
 
     def view(self, image: Image.Image) -> Tensor:
         """An image as `probabilities_of` takes it."""
-        return test_view(image, self._backbone.pixels, self._views.resize)
+        return eval_view(image, self._backbone.preprocessing, self._views.resize)
 
     def probabilities_of(self, views: Tensor) -> NDArray[np.float64]:
         """As `predict_proba`, of a batch of views: nothing but the passes, for a service."""
@@ -527,7 +527,7 @@ class ContinualClassifier:
         return store.Model(described, tensors)
 
     def _pixels(self) -> dict[str, Any]:
-        plain: dict[str, Any] = as_json(dataclasses.asdict(self._backbone.pixels))
+        plain: dict[str, Any] = as_json(dataclasses.asdict(self._backbone.preprocessing))
         return {**plain, "resize": self._views.resize}
 
     def _past(self) -> store.Model | None:

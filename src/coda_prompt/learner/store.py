@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from coda_prompt.data.folders import is_name
+from coda_prompt.data.folders import is_valid_class_name
 from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
 from coda_prompt.learner.card import card_of
 from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
@@ -86,7 +86,7 @@ class Description(FileSchema):
             raise ValueError("the classes are not those of its tasks")
         if len(set(self.classes)) < len(self.classes):
             raise ValueError("a class is there twice")
-        if not all(is_name(name) for name in self.classes):
+        if not all(is_valid_class_name(name) for name in self.classes):
             raise ValueError("a class has no proper name")
         return self
 

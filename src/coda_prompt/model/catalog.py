@@ -52,7 +52,7 @@ class Backbone:
     """The hub repository of `file`; None: the file is embedded in this package."""
     config: ViTConfig | None
     """None: the file itself says it, as embedded ones do. Likewise `pixels`."""
-    pixels: Preprocessing | None
+    preprocessing: Preprocessing | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class LoadedBackbone:
 
     name: str
     vit: ViT
-    pixels: Preprocessing
+    preprocessing: Preprocessing
     sha256: str
     revision: str | None
     """The commit of the hub repository; None for a file that is not from the download."""
@@ -243,8 +243,8 @@ def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Preproces
 
 
 def _architecture(backbone: Backbone) -> tuple[ViTConfig, Preprocessing]:
-    if backbone.config is not None and backbone.pixels is not None:
-        return backbone.config, backbone.pixels
+    if backbone.config is not None and backbone.preprocessing is not None:
+        return backbone.config, backbone.preprocessing
     with _embedded(backbone) as path:
         return _describe(path)
 

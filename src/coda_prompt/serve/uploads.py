@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from coda_prompt.data.folders import is_name
-from coda_prompt.data.images import FORMATS, SUFFIXES, read_image
+from coda_prompt.data.folders import is_valid_class_name
+from coda_prompt.data.images import FORMATS, SUFFIXES, open_image
 from coda_prompt.errors import BadImage, CodaError
 
 MOST_IN_A_REQUEST = 64 * 2**20
@@ -41,10 +41,10 @@ class Example:
     content: bytes
 
 
-def image_of(content: bytes, name: str, shortest: int | None = None) -> Image.Image:
+def image_of(content: bytes, name: str, min_side: int | None = None) -> Image.Image:
     """The decoded image; its size is known, and refused, before its pixels are there."""
     _pixels(content, name)
-    return read_image(content, name, shortest)
+    return open_image(content, min_side, name)
 
 
 def check_pixels(contents: Iterable[tuple[str, bytes]]) -> None:
@@ -79,7 +79,7 @@ def from_base64(text: str, name: str) -> bytes:
 
 def checked_label(label: str) -> str:
     name = label.strip()
-    if not is_name(name) or len(name) > LONGEST_NAME:
+    if not is_valid_class_name(name) or len(name) > LONGEST_NAME:
         problem = f"{label[:LONGEST_NAME]!r} cannot be the name of a class"
         raise Refused(422, f"{problem}: take 1 to {LONGEST_NAME} letters.")
     return name

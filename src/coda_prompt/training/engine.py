@@ -386,7 +386,7 @@ class Engine:
         return torch.float64 if self.precision == "64-true" else torch.float32
 
     def _place(self, method: Method) -> None:
-        config, pixels = method.vit_config, self.views.pixels
+        config, pixels = method.vit_config, self.views.preprocessing
         if (config.image_size, config.channels) != (pixels.size, pixels.channels):
             raise BadOption(
                 "the views",

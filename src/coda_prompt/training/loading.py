@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from coda_prompt.data.images import (
     Augmentation,
-    sufficient,
-    test_view,
+    eval_view,
+    required_min_side,
     training_view,
     view_generator,
 )
@@ -27,7 +27,7 @@ from coda_prompt.seeding import keyed_generator
 class Views:
     """How an image becomes a tensor, in training and in testing."""
 
-    pixels: Preprocessing
+    preprocessing: Preprocessing
     augmentation: Augmentation | None = field(default_factory=Augmentation)
     """None: training sees what testing sees."""
     resize: Literal["crop", "squash"] = "crop"
@@ -77,7 +77,9 @@ class _Views(Dataset[Any]):
     def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
         self.samples, self.views, self.epoch = samples, views, epoch
         self.augmented = epoch is not None and views.augmentation is not None
-        self.shortest = sufficient(views.pixels, views.augmentation if self.augmented else None)
+        self.min_side = required_min_side(
+            views.preprocessing, views.augmentation if self.augmented else None
+        )
 
     @property
     def view(self) -> int | None:
@@ -93,23 +95,23 @@ class _Views(Dataset[Any]):
     def __getitem__(self, position: int) -> tuple[Tensor, int, int] | _Failed:
         views, epoch = self.views, self.epoch
         try:
-            image = self.samples.image(position, self.shortest)
+            image = self.samples.image(position, self.min_side)
         except CodaError as error:
             if get_worker_info() is None:
                 raise
             return _Failed(str(error))
         if epoch is None or views.augmentation is None:
-            view = test_view(image, views.pixels, views.resize)
+            view = eval_view(image, views.preprocessing, views.resize)
         else:
             random = view_generator(epoch.seed, epoch.task, epoch.view, position)
-            view = training_view(image, views.pixels, views.augmentation, random)
+            view = training_view(image, views.preprocessing, views.augmentation, random)
         return view, int(self.samples.labels[position]), position
 
     def collate(self, items: Sequence[tuple[Tensor, int, int] | _Failed]) -> Batch | _Failed:
         if failed := [item for item in items if isinstance(item, _Failed)]:
             return failed[0]
         if not items:  # this process has no share of a small batch
-            pixels = self.views.pixels
+            pixels = self.views.preprocessing
             empty = torch.zeros(0, dtype=torch.int64)
             none = torch.zeros(0, pixels.channels, pixels.size, pixels.size)
             return Batch(none, empty, empty, self.view)

@@ -14,7 +14,7 @@ from coda_prompt.errors import BadOption, MissingData
 
 
 @dataclass(frozen=True)
-class Published:
+class PaperDataset:
     """A dataset that the user has to get."""
 
     places: tuple[str, ...]
@@ -30,16 +30,16 @@ def _cifar(place: Path, lists: Path | None) -> Source:
     return cifar.cifar_source(place)
 
 
-PUBLISHED: Mapping[str, Published] = MappingProxyType(
+PAPER_DATASETS: Mapping[str, PaperDataset] = MappingProxyType(
     {
-        "cifar-100": Published(
+        "cifar-100": PaperDataset(
             cifar.PLACES,
             "Get the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from "
             "https://www.cs.toronto.edu/~kriz/cifar.html and put it, packed or extracted, in a "
             "folder",
             _cifar,
         ),
-        "imagenet-r": Published(
+        "imagenet-r": PaperDataset(
             imagenet_r.PLACES,
             "Get imagenet-r.tar (about 2 GB) from https://github.com/hendrycks/imagenet-r, "
             "extract it to imagenet-r/ in a folder, and put beside it the lists "
@@ -47,7 +47,7 @@ PUBLISHED: Mapping[str, Published] = MappingProxyType(
             "(https://github.com/GT-RIPL/CODA-Prompt), which make the paper's split",
             imagenet_r.imagenet_r_source,
         ),
-        "domainnet": Published(
+        "domainnet": PaperDataset(
             domainnet.PLACES,
             "Get the cleaned version of DomainNet (six archives of 17.5 GB in all, and twelve "
             "lists) from the page of 'Moment Matching for Multi-Source Domain Adaptation' "
@@ -58,9 +58,9 @@ PUBLISHED: Mapping[str, Published] = MappingProxyType(
 )
 
 
-def published_source(name: str, root: Path | None, lists: Path | None = None) -> Source:
+def paper_source(name: str, root: Path | None, lists: Path | None = None) -> Source:
     """A dataset of the paper from the data folder `root`, or from its own folder."""
-    published = PUBLISHED[name]
+    published = PAPER_DATASETS[name]
     remedy = f"{published.remedy}, and point --data (or CODA_DATA) at that folder."
     if root is None:
         raise MissingData(name, "no data folder is given", remedy)

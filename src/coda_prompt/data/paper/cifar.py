@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coda_prompt.data.paper.cifar_pickle import plain_values
+from coda_prompt.data.paper.cifar_pickle import read_cifar_pickle
 from coda_prompt.data.sources import ArraySplit, Source, folder_source
 from coda_prompt.errors import CorruptFile, MissingData
 
@@ -28,10 +28,10 @@ def cifar_source(place: Path) -> Source:
     if not place.is_file() and place.name != FOLDER:
         return folder_source(place)
     contents = _from_archive(place) if place.is_file() else _from_folder(place)
-    meta = plain_values(contents["meta"], place / "meta")
+    meta = read_cifar_pickle(contents["meta"], place / "meta")
     class_names = _names(meta.get("fine_label_names"), place / "meta")
     train, test = (
-        _split(plain_values(contents.pop(part), place / part), len(class_names), place / part)
+        _split(read_cifar_pickle(contents.pop(part), place / part), len(class_names), place / part)
         for part in ("train", "test")
     )
     return Source("cifar-100", class_names, train, test)

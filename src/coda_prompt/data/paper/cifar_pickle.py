@@ -53,7 +53,7 @@ _LITERALS = frozenset(
 _TUPLES: Mapping[str, int] = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3})
 
 
-def plain_values(content: bytes, path: object) -> dict[str, Any]:
+def read_cifar_pickle(content: bytes, path: object) -> dict[str, Any]:
     """The dict a file of plain values holds; `path` is only for the error message."""
     try:
         values = _Reader(len(content)).read(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coda_prompt.data.paper.lists import Listed, check_path, listed_source
+from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_lists
 from coda_prompt.data.sources import Source
 from coda_prompt.errors import CorruptFile, MissingData
 
@@ -30,10 +30,10 @@ def domainnet_source(place: Path, lists: Path | None = None) -> Source:
         [image for domain in DOMAINS for image in _listed(domain, part, lists or place)]
         for part in ("train", "test")
     )
-    return listed_source("domainnet", place, train, test, lambda path: path.split("/")[0])
+    return source_from_lists("domainnet", place, train, test, lambda path: path.split("/")[0])
 
 
-def _listed(domain: str, part: str, folder: Path) -> list[Listed]:
+def _listed(domain: str, part: str, folder: Path) -> list[ListEntry]:
     path = folder / f"{domain}_{part}.txt"
     if not path.is_file():
         raise MissingData(
@@ -51,5 +51,5 @@ def _listed(domain: str, part: str, folder: Path) -> list[Listed]:
         file, _, label = line.strip().rpartition(" ")
         if not (file.startswith(f"{domain}/") and _NUMBER.fullmatch(label)):
             raise CorruptFile(path, f"'{line[:200]}' is not a line like {domain}/class/file.jpg 0")
-        listed.append(Listed(check_path(file, path, depth=2), int(label), path))
+        listed.append(ListEntry(check_path(file, path, depth=2), int(label), path))
     return listed

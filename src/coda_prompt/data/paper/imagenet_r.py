@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coda_prompt.data.paper.lists import Listed, check_path, listed_source
+from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_lists
 from coda_prompt.data.sources import FileSplit, Source, Split, folder_source
 from coda_prompt.errors import CorruptFile, MissingData
 
@@ -30,7 +30,7 @@ def imagenet_r_source(place: Path, lists: Path | None = None) -> Source:
     pair = _list_pair([lists] if lists else [place.parent, place])
     if pair is not None:
         train, test = (_listed(path) for path in pair)
-        return listed_source("imagenet-r", place, train, test, image_type)
+        return source_from_lists("imagenet-r", place, train, test, image_type)
     if lists is not None:
         raise MissingData(lists, f"there is no {LISTS[0]} and {LISTS[1]} in it", "Get both lists.")
     what = "class order is not" if (place / "train").is_dir() else "split and class order are not"
@@ -61,7 +61,7 @@ def _list_pair(folders: list[Path]) -> tuple[Path, Path] | None:
     return None
 
 
-def _listed(path: Path) -> list[Listed]:
+def _listed(path: Path) -> list[ListEntry]:
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the lists have 30,000 lines
     try:
         fields = yaml.load(path.read_text("utf-8"), loader)
@@ -77,7 +77,7 @@ def _listed(path: Path) -> list[Listed]:
         if not isinstance(file, str) or type(label) is not int:
             raise CorruptFile(path, f"{file!r} with label {label!r} is not a path and a number")
         below = "/".join(file.split("/")[-2:])  # data/imagenet-r/<class>/<file>
-        listed.append(Listed(check_path(below, path, depth=1), label, path))
+        listed.append(ListEntry(check_path(below, path, depth=1), label, path))
     return listed
 
 

@@ -13,7 +13,7 @@ from coda_prompt.data.sources import FileSplit, Source
 from coda_prompt.errors import CorruptFile, MissingData
 
 
-class Listed(NamedTuple):
+class ListEntry(NamedTuple):
     """One line of a list."""
 
     path: str
@@ -23,11 +23,11 @@ class Listed(NamedTuple):
     """The list it is from."""
 
 
-def listed_source(
+def source_from_lists(
     name: str,
     folder: Path,
-    train: Sequence[Listed],
-    test: Sequence[Listed],
+    train: Sequence[ListEntry],
+    test: Sequence[ListEntry],
     domain_of: Callable[[str], str],
 ) -> Source:
     """The listed images in the lists' order and under the lists' class ids.
@@ -41,7 +41,7 @@ def listed_source(
     domain_names = tuple(sorted({domain_of(image.path) for image in everything}))
     number = {domain: index for index, domain in enumerate(domain_names)}
 
-    def split(images: Sequence[Listed]) -> FileSplit:
+    def split(images: Sequence[ListEntry]) -> FileSplit:
         return FileSplit(
             (os.path.join(folder, image.path) for image in images),
             np.array([image.label for image in images], int),
@@ -60,7 +60,7 @@ def check_path(path: str, listed_in: Path, depth: int) -> str:
     return path
 
 
-def _class_names(images: Iterable[Listed]) -> tuple[str, ...]:
+def _class_names(images: Iterable[ListEntry]) -> tuple[str, ...]:
     """The folder of each class id; the ids are 0, 1, ... without a gap."""
     images = list(images)
     folder_of: dict[int, str] = {}
@@ -85,7 +85,7 @@ def _class_names(images: Iterable[Listed]) -> tuple[str, ...]:
     return tuple(folder_of[label] for label in range(count))
 
 
-def _check_once(images: Iterable[Listed]) -> None:
+def _check_once(images: Iterable[ListEntry]) -> None:
     seen: dict[str, Path] = {}
     for image in images:
         if image.path in seen:
@@ -94,7 +94,7 @@ def _check_once(images: Iterable[Listed]) -> None:
         seen[image.path] = image.list
 
 
-def _check_files(folder: Path, images: Sequence[Listed]) -> None:
+def _check_files(folder: Path, images: Sequence[ListEntry]) -> None:
     """Folders are listed once each: to ask for every file takes minutes on a slow disk."""
     names: dict[str, frozenset[str]] = {}
     missing = []
