@@ -53,6 +53,6 @@ def serve() -> None:
 if __name__ == "__main__":
     from coda_prompt.cli import main
 
-    for name in ("bench", "learner"):
-        importlib.import_module(f"coda_prompt.cli.{name}")
+    for name in ("bench.html", "bench.launcher", "bench.sweep", "learner.classifier"):
+        importlib.import_module(f"coda_prompt.{name}")
     serve()

@@ -1,6 +1,4 @@
-"""The learner's verbs behind their options: results to standard output, all else to errors."""
-
-from __future__ import annotations
+"""Commands for one model: learn, predict, evaluate, info, undo, export."""
 
 import contextlib
 import csv
@@ -8,14 +6,33 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
+from coda_prompt.cli.options import (
+    AsCsv,
+    AsJson,
+    Backbone,
+    Device,
+    Epochs,
+    Folder,
+    Images,
+    LearnQueries,
+    Method,
+    Model,
+    Precision,
+    SkipBad,
+    Top,
+    UnknownBelow,
+    Validation,
+    Watch,
+    device_options,
+    with_options,
+)
 from coda_prompt.console import Bar, messages, output, print_json, printable, say, table
-from coda_prompt.data.images import open_image
-from coda_prompt.data.resolve import Labelled, image_paths
 from coda_prompt.errors import (
     BadImage,
     BadImages,
@@ -25,36 +42,53 @@ from coda_prompt.errors import (
     MissingData,
     listed,
 )
-from coda_prompt.learner import store
-from coda_prompt.learner.advice import UNKNOWN, summary
-from coda_prompt.learner.card import percent
-from coda_prompt.learner.classifier import ContinualClassifier
-from coda_prompt.learner.results import Learned
-from coda_prompt.shutdown import ShutdownFlag
-from coda_prompt.training.checkpointing import heed
-from coda_prompt.training.devices import Devices, agreed
-from coda_prompt.training.queries import QueryMode
-from coda_prompt.training.settings import Event
+
+if TYPE_CHECKING:
+    from coda_prompt.data.resolve import Labelled
+    from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.results import Learned
+    from coda_prompt.training.devices import Devices
+    from coda_prompt.training.settings import Event
+
+app = typer.Typer()
 
 AT_ONCE = 64
 """Images that are read and predicted together."""
 
 
+@app.command(
+    epilog="Examples: `coda learn my-model photos/`; "
+    "`coda learn my-model more-photos/ --watch validation-photos/`; "
+    "`coda learn my-model photos/ --backbone vit-b16-in21k --method coda-p --epochs 10`"
+)
+@with_options(devices=device_options)
 def learn(
-    model: Path,
-    folder: str,
+    model: Model,
+    folder: Folder,
+    backbone: Backbone = None,
+    method: Method = None,
+    epochs: Epochs = None,
+    queries: LearnQueries = None,
+    val: Validation = 0.2,
+    watch: Watch = None,
+    precision: Precision = None,
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
     *,
-    backbone: str | None,
-    method: str | None,
-    devices: Devices,
-    epochs: int | None,
-    queries: QueryMode | None,
-    validation: float,
-    watch: Path | None,
-    skip_bad: bool,
-    as_json: bool,
+    devices: "Devices",
 ) -> None:
-    """Make or continue a model; the folder is replaced in one step when all is learned."""
+    """Learn classes from a folder of images; creates the model if it does not exist.
+
+    Subfolders named like known classes continue these classes. No image is stored.
+    """
+    from coda_prompt.learner import store
+    from coda_prompt.learner.advice import summary
+    from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.shutdown import ShutdownFlag
+    from coda_prompt.training.checkpointing import heed
+    from coda_prompt.training.devices import agreed
+
+    devices = dataclasses.replace(devices, precision=precision or "32-true")
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as heeding:
         console, first = messages(), fabric.global_rank == 0
@@ -68,7 +102,7 @@ def learn(
             chosen = {name: value for name, value in given.items() if value is not None}
             classifier = ContinualClassifier(**chosen, fabric=fabric)
 
-        def tell_start(images: Labelled, warnings: list[str]) -> None:
+        def tell_start(images: "Labelled", warnings: list[str]) -> None:
             lesson = f"{images.split.fingerprint()} {images.names}"
             if first and store.begin_lesson(model, lesson, len(classifier.tasks_)):
                 store.refresh_copies(model)
@@ -87,13 +121,13 @@ def learn(
         asked = agreed(fabric, stop)
         with Going(console) as going:
 
-            def tell(event: Event) -> None:
+            def tell(event: "Event") -> None:
                 heed(asked, event)
                 going.on_event(event)
 
             learned = classifier.learn(
                 folder,
-                validation=validation,
+                validation=val,
                 watch=watch,
                 skip_bad=skip_bad,
                 epochs=epochs,
@@ -113,23 +147,31 @@ def learn(
             store.end_lesson(model)  # from here on the same command is another lesson
 
 
+@app.command(
+    epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
+    "`find . -name '*.jpg' | coda predict my-model - --csv`; "
+    "`coda predict my-model *.png --top 3 --unknown-below 0.5`"
+)
 def predict(
-    model: Path,
-    places: Sequence[str],
-    *,
-    top: int,
-    unknown_below: float,
-    device: str,
-    skip_bad: bool,
-    as_json: bool,
-    as_csv: bool,
+    model: Model,
+    images: Images,
+    top: Top = 5,
+    unknown_below: UnknownBelow = 0.0,
+    device: Device = "auto",
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
+    """Predict the class of images."""
+    from coda_prompt.data.resolve import image_paths
+    from coda_prompt.learner.classifier import ContinualClassifier
+
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
     classifier = ContinualClassifier.load(model, device=device)
-    if list(places) == ["-"]:
-        places = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-    paths = image_paths(places)
+    if images == ["-"]:
+        images = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+    paths = image_paths(images)
     if not skip_bad:
         missing = [path for path in paths if not Path(path).is_file()]
         if missing:
@@ -149,7 +191,18 @@ def predict(
         output().print(table(heads, [_shown(row)[: len(heads)] for row in rows]))
 
 
-def evaluate(model: Path, folder: str, *, device: str, skip_bad: bool, as_json: bool) -> None:
+@app.command(epilog="Example: `coda evaluate my-model test-photos/`")
+def evaluate(
+    model: Model,
+    folder: Folder,
+    device: Device = "auto",
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the accuracy of a model: overall, per class and per task."""
+    from coda_prompt.learner.card import percent
+    from coda_prompt.learner.classifier import ContinualClassifier
+
     classifier = ContinualClassifier.load(model, device=device)
     with Going(messages()) as going:
         found = classifier.evaluate(folder, skip_bad=skip_bad, on_event=going.on_event)
@@ -182,8 +235,12 @@ def evaluate(model: Path, folder: str, *, device: str, skip_bad: bool, as_json: 
     )
 
 
-def info(model: Path, *, as_json: bool) -> None:
-    """What a model says of itself; its backbone is not needed."""
+@app.command(epilog="Example: `coda info my-model`")
+def info(model: Model, as_json: AsJson = False) -> None:
+    """Show what a model has learned, when, and its size. Does not need the backbone."""
+    from coda_prompt.learner import store
+    from coda_prompt.learner.card import percent
+
     description = store.read_model(model).description
     sizes = store.size_on_disk(model)
     if as_json:
@@ -214,7 +271,11 @@ def info(model: Path, *, as_json: bool) -> None:
     console.print(table(heads, rows))
 
 
-def undo(model: Path) -> None:
+@app.command(epilog="Example: `coda undo my-model`")
+def undo(model: Model) -> None:
+    """Undo the newest task: restores the previous version of the model, bit for bit."""
+    from coda_prompt.learner import store
+
     with contextlib.suppress(CorruptFile):  # a folder that is no model is told so
         store.read_model(model)
     with store.writing(model):
@@ -224,7 +285,14 @@ def undo(model: Path) -> None:
     say(messages(), f"{where}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks")
 
 
-def export(model: Path, out: Path) -> None:
+@app.command(epilog="Example: `coda export my-model model.onnx`")
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
+) -> None:
+    """Export a model and its backbone as one ONNX graph that runs without torch."""
+    from coda_prompt.learner.classifier import ContinualClassifier
+
     if not out.absolute().parent.is_dir():
         raise MissingData(out.parent, "there is no such folder", "Make it first.")
     if out.is_dir():
@@ -240,7 +308,7 @@ class Going(Bar):
         super().__init__(console, TimeRemainingColumn())
         self._line = self.bar.add_task("looking", total=None)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: "Event") -> None:
         if event.kind == "pass":
             self._show("looking at images", event.step, event.steps)
         elif event.kind in ("step", "epoch"):
@@ -253,13 +321,16 @@ class Going(Bar):
 
 
 def _predictions(
-    classifier: ContinualClassifier,
+    classifier: "ContinualClassifier",
     paths: Sequence[str],
     top: int,
     unknown_below: float,
     skip_bad: bool,
 ) -> Iterator[dict[str, Any]]:
     """A row for each image, as they come."""
+    from coda_prompt.learner.advice import UNKNOWN
+    from coda_prompt.training.settings import Event
+
     classes = classifier.classes_
     with Going(messages()) as going:
         for start in range(0, len(paths), AT_ONCE):
@@ -280,6 +351,8 @@ def _predictions(
 
 
 def _opened(paths: Sequence[str], min_side: int) -> tuple[list[Any], list[str], list[BadImage]]:
+    from coda_prompt.data.images import open_image
+
     images, names, bad = [], [], []
     for path in paths:
         try:
@@ -296,7 +369,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 
 def _refuse_changes(
-    classifier: ContinualClassifier, backbone: str | None, method: str | None
+    classifier: "ContinualClassifier", backbone: str | None, method: str | None
 ) -> None:
     """A model stays what it was made as."""
     for name, given, held in (
@@ -308,7 +381,10 @@ def _refuse_changes(
             raise BadOption("coda learn", name, problem)
 
 
-def _show_learned(learned: Learned, classifier: ContinualClassifier, model: Path) -> None:
+def _show_learned(learned: "Learned", classifier: "ContinualClassifier", model: Path) -> None:
+    from coda_prompt.learner import store
+    from coda_prompt.learner.card import percent
+
     new, continued = listed(learned.new, 6) or "none", listed(learned.continued, 6) or "none"
     lines = [f"new: {new}; continued: {continued}"]
     if learned.accuracy is not None:

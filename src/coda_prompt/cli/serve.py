@@ -1,6 +1,4 @@
-"""`coda serve` behind its options."""
-
-from __future__ import annotations
+"""The command that starts the HTTP service: serve."""
 
 import contextlib
 import shutil
@@ -11,9 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from coda_prompt.cli.options import Device
 from coda_prompt.console import messages, say
 from coda_prompt.errors import BadOption, MissingExtra
+
+app = typer.Typer()
 
 SHORTEST_TOKEN = 8
 MOST_CALLERS = 500
@@ -21,9 +25,25 @@ MOST_CALLERS = 500
 DEMO = "demo-model"
 
 
+@app.command(
+    epilog="Examples: `coda serve`; `coda serve my-model --port 9000`; "
+    "`CODA_TOKEN=secret coda serve my-model --host 0.0.0.0`"
+)
 def serve(
-    model: Path | None, *, host: str, port: int, token: str | None, batching: bool, device: str
+    model: Annotated[
+        Path | None, typer.Argument(help="The model's folder; without: a copy of the demo model.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token: Annotated[
+        str | None, typer.Option(envvar="CODA_TOKEN", help="What callers have to show.")
+    ] = None,
+    batching: Annotated[bool, typer.Option(help="Gather concurrent requests.")] = True,
+    device: Device = "auto",
 ) -> None:
+    """Answer and learn over HTTP, with a page to draw, teach and see."""
     try:
         import uvicorn
 
@@ -39,11 +59,14 @@ def serve(
         raise BadOption("coda serve", "token", problem)
     door = Door(token, LOOPBACK if inside else None)
     with _folder(model) as folder, _listening(host, port) as listener:
-        app = make_app(Service(folder, batching=batching, device=device), door)
+        service = make_app(Service(folder, batching=batching, device=device), door)
         name = f"[{host}]" if ":" in host else host
         say(messages(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)")
         config = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=30, limit_concurrency=MOST_CALLERS
+            service,
+            log_level="warning",
+            timeout_graceful_shutdown=30,
+            limit_concurrency=MOST_CALLERS,
         )
         # uvicorn ends by giving itself the signal again, which would leave the demo's copy behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

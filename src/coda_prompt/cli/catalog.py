@@ -1,0 +1,56 @@
+"""Commands that list what can be named: methods, backbones."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coda_prompt.cli.options import AsJson
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: `coda methods coda-p`")
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="A method, or path/to/file.py:Class: show its options.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the methods, or the options of one."""
+    from coda_prompt.methods import METHODS, describe
+
+    chosen = [name] if name else list(METHODS)
+    descriptions = [describe(each) for each in chosen]
+    if as_json:
+        typer.echo(json.dumps({"rows": descriptions}, indent=2))
+        return
+    if name:
+        table = Table("option", "default", "meaning", title=f"{name}: {descriptions[0]['summary']}")
+        for option in descriptions[0]["options"]:
+            table.add_row(option["name"], str(option["default"]), option["meaning"])
+    else:
+        table = Table("method", "what it is")
+        for description in descriptions:
+            table.add_row(description["name"], description["summary"])
+    Console().print(table)
+
+
+@app.command(epilog="Example: `coda backbones --json`")
+def backbones(as_json: AsJson = False) -> None:
+    """List the backbones that can be named; a path of a .safetensors file works too."""
+    from coda_prompt.model.catalog import CATALOG
+
+    if as_json:
+        rows = [
+            {"name": entry.name, "repository": entry.repository, "description": entry.description}
+            for entry in CATALOG.values()
+        ]
+        typer.echo(json.dumps({"rows": rows}, indent=2))
+        return
+    table = Table("name", "weights", "description")
+    for entry in CATALOG.values():
+        table.add_row(entry.name, entry.repository or "in this package", entry.description)
+    Console().print(table)

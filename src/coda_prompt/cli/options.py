@@ -1,0 +1,237 @@
+"""Command-line options: each is defined once and shared by the commands that have it."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from coda_prompt.errors import BadOption
+
+if TYPE_CHECKING:
+    from coda_prompt.bench.launcher import RunOptions
+    from coda_prompt.training.devices import Devices
+
+# Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
+
+StrategyName = Literal["auto", "ddp", "fsdp"]
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
+
+Model = Annotated[Path, typer.Argument(help="Model folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+SkipBad = Annotated[bool, typer.Option(help="Skip unreadable images instead of failing.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+DeviceCount = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        min=1,
+        help="Devices per machine that train one model together (on a CPU: processes). "
+        "Default: as started by torchrun or Slurm, else 1.",
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Machines that train one model together; start the same command on each."
+    ),
+]
+Strategy = Annotated[
+    StrategyName,
+    typer.Option(help="ddp: every device has the whole backbone; fsdp: it is sharded."),
+]
+Precision = Annotated[
+    PrecisionName | None,
+    typer.Option(help="Floating-point precision. Default: the preset's, else 32-true."),
+]
+Queries = Annotated[
+    Literal["exact", "cached", "one-stage"] | None,
+    typer.Option(
+        help="Where prompt queries come from: every augmented view (exact), the plain image "
+        "once (cached), or the first blocks of the prompted pass (one-stage). "
+        "Default: the preset's."
+    ),
+]
+Views = Annotated[
+    int | None,
+    typer.Option(min=1, help="Augmented views per image, reused. Default: a new view every epoch."),
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated method names, or `all`. Default: the benchmark's."),
+]
+Trials = Annotated[int | None, typer.Option(min=1, help="Number of trials, seeds 0, 1, ….")]
+Data = Annotated[
+    Path | None, typer.Option(envvar="CODA_DATA", help="Folder with the paper's datasets.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a field: `field.field=value`. Repeatable."),
+]
+Out = Annotated[
+    str, typer.Option(help="Folder for the run folders, or a remote path such as `s3://…`.")
+]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="Runs in parallel; the CPU threads are divided among them.")
+]
+Executor = Annotated[
+    Literal["local", "ray"], typer.Option(help="Run on this machine or on a Ray cluster.")
+]
+ClusterAddress = Annotated[
+    str | None,
+    typer.Option("--address", help="Address of a running Ray cluster. Default: start a local one."),
+]
+Cpus = Annotated[float | None, typer.Option(min=0.1, help="CPUs per run on Ray. Default: 1.")]
+Gpus = Annotated[
+    float | None,
+    typer.Option(min=0, help="GPUs per run on Ray; 0.5 shares a GPU between two. Default: 0."),
+]
+TensorBoard = Annotated[bool, typer.Option(help="Also write TensorBoard logs to the run folders.")]
+Keep = Annotated[bool, typer.Option(help="Also save the learned model state in the run folders.")]
+DryRun = Annotated[bool, typer.Option(help="Print the resolved runs and exit.")]
+
+Folder = Annotated[
+    str,
+    typer.Argument(
+        help="Folder with one subfolder of images per class, `hub:owner/name`, or `shards:` "
+        "followed by the path or remote path of tar shards."
+    ),
+]
+Backbone = Annotated[
+    str | None, typer.Option(help="Backbone of a new model; see `coda backbones`.")
+]
+Method = Annotated[
+    str | None,
+    typer.Option(help="Method of a new model: a name (see `coda methods`) or `file.py:Class`."),
+]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the images.")]
+LearnQueries = Annotated[
+    Literal["exact", "cached"] | None,
+    typer.Option(
+        "--queries",
+        help="Where prompt queries come from: every augmented view (exact) or the plain image "
+        "once (cached).",
+    ),
+]
+Validation = Annotated[
+    float,
+    typer.Option("--val", min=0, max=0.9, help="Share of each class set aside for validation."),
+]
+Watch = Annotated[
+    Path | None,
+    typer.Option(help="Folder with images of old classes: report how much is forgotten."),
+]
+Images = Annotated[
+    list[str],
+    typer.Argument(help="Files, folders or glob patterns; `-` reads paths from standard input."),
+]
+Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes to list.")]
+UnknownBelow = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Answer `unknown` if the probability is below this."),
+]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")]
+Benchmark = Annotated[
+    str, typer.Argument(help="A preset, a YAML file, or the benchmark.json of an earlier run.")
+]
+SweepBenchmark = Annotated[
+    str | None, typer.Argument(help="A preset or a YAML file. Default: the sweep's own.")
+]
+SweepField = Annotated[
+    str,
+    typer.Argument(
+        help="`components`, `length`, `tuning`, a YAML file, or a field to vary with --values: "
+        "`options.…` and `training.…` are fields of the methods, all others of the benchmark.",
+    ),
+]
+SweepValues = Annotated[
+    str, typer.Option("--values", help="Comma-separated values of the field, instead of its own.")
+]
+UseValidation = Annotated[
+    bool,
+    typer.Option(
+        "--validation/--no-validation",
+        help="Evaluate on a fifth of the training images instead of the test images.",
+    ),
+]
+
+
+def device_options(
+    device: Device = "auto",
+    devices: DeviceCount = None,
+    nodes: Nodes = None,
+    strategy: Strategy = "auto",
+) -> "Devices":
+    """Options of a training on one or several devices."""
+    from coda_prompt.training.devices import Devices
+
+    return Devices(device, devices, nodes, strategy)
+
+
+def run_options(
+    out: Out = "runs",
+    jobs: Jobs = 1,
+    device: Device = "auto",
+    devices: DeviceCount = None,
+    nodes: Nodes = None,
+    strategy: Strategy = "auto",
+    executor: Executor = "local",
+    address: ClusterAddress = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
+    tensorboard: TensorBoard = False,
+    keep: Keep = False,
+) -> "RunOptions":
+    """Options shared by every command that runs benchmarks."""
+    from coda_prompt.bench.launcher import RunOptions
+    from coda_prompt.bench.ray_cluster import Cluster
+
+    values: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus}
+    ray = {name: value for name, value in values.items() if value is not None}
+    if ray and executor != "ray":
+        raise BadOption("coda bench", next(iter(ray)), "add --executor ray, or leave it out")
+    cluster = Cluster(**ray) if executor == "ray" else None
+    return RunOptions(
+        out, jobs, device_options(device, devices, nodes, strategy), cluster, tensorboard, keep
+    )
+
+
+def with_options(
+    **builders: Callable[..., object],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of other functions; it receives what they return.
+
+    `@with_options(run=run_options)` replaces the parameter `run` of the command by the parameters
+    of `run_options` on the command line and passes `run_options(...)` to the command.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = {
+            name: parameter
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in builders
+        }
+        added = {name: inspect.signature(builder).parameters for name, builder in builders.items()}
+        parameters = {
+            name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for group in (own, *added.values())
+            for name, parameter in group.items()
+        }
+
+        def command_with_options(**values: Any) -> None:
+            arguments = {name: values[name] for name in own}
+            for name, builder in builders.items():
+                arguments[name] = builder(**{each: values[each] for each in added[name]})
+            command(**arguments)
+
+        command_with_options.__name__ = command.__name__
+        command_with_options.__doc__ = command.__doc__
+        command_with_options.__annotations__ = {
+            name: parameter.annotation for name, parameter in parameters.items()
+        }
+        signature = inspect.Signature(list(parameters.values()))
+        command_with_options.__signature__ = signature  # type: ignore[attr-defined]
+        return command_with_options
+
+    return decorate
