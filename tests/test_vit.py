@@ -1,8 +1,9 @@
-"""The ViT against a naive one, the released code's numbers and, where it is there, timm."""
+"""The ViT against a naive implementation, the released code's numbers and timm's."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
+from coda_prompt.model.weights import load_weights
 
 GOLDEN = Path(__file__).parent / "golden" / "released.safetensors"
+TIMM = Path(__file__).parent / "fixtures" / "timm"
 
 PLAIN = ViTConfig(image_size=12, patch_size=4, width=16, depth=3, heads=2, mlp_width=24)
 REGISTERS = ViTConfig(
@@ -216,58 +219,27 @@ def test_resampled_positions_keep_the_class_row_and_the_direction_of_the_axes(
     torch.testing.assert_close(inner[..., 1], centres[None, :].expand(4, 4), atol=1e-4, rtol=0)
 
 
-TIMM_MODELS = [
-    pytest.param(
-        "vit_tiny_patch16_224",
-        {"img_size": 64},
-        ViTConfig(image_size=64, width=192, heads=3, mlp_width=768),
-        id="ViT-Tiny",
-    ),
-    pytest.param(
-        "vit_small_patch14_reg4_dinov2",
-        {"img_size": 56},
-        ViTConfig(
-            image_size=56,
-            patch_size=14,
-            width=384,
-            heads=6,
-            mlp_width=1536,
-            layer_scale=True,
-            registers=4,
-            position_for_class=False,
-        ),
-        id="DINOv2 with registers",
-    ),
-]
+SMALL_TIMM = ViTConfig(image_size=24, patch_size=6, width=24, depth=2, heads=2, mlp_width=96)
+TIMM_MODELS = {
+    "vit": SMALL_TIMM,
+    "deit": SMALL_TIMM,
+    "dinov2": replace(SMALL_TIMM, layer_scale=True),
+    "dinov2-reg": replace(SMALL_TIMM, layer_scale=True, registers=4, position_for_class=False),
+}
 
 
-@pytest.mark.parametrize(("name", "options", "config"), TIMM_MODELS)
-def test_features_equal_timms(name: str, options: dict[str, int], config: ViTConfig) -> None:
-    try:
-        import timm
-    except (ImportError, RuntimeError, OSError, AttributeError) as error:
-        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
-    reference = timm.create_model(name, num_classes=0, **options).eval()
-    generator = torch.Generator().manual_seed(8)
-    for parameter in reference.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    vit = ViT(config).eval()
-    vit.load_state_dict(reference.state_dict())
-    images = random_images(config)
+@pytest.mark.parametrize("name", TIMM_MODELS)
+def test_features_equal_timm(name: str) -> None:
+    vit = ViT(TIMM_MODELS[name]).eval()
+    load_weights(vit, TIMM / f"{name}.safetensors")
+    expected = load_file(TIMM / "expected.safetensors")
     with torch.no_grad():
-        torch.testing.assert_close(vit.features(images), reference(images), atol=1e-4, rtol=1e-4)
+        features = vit.features(expected[f"{name}.images"])
+    torch.testing.assert_close(features, expected[f"{name}.features"], atol=1e-5, rtol=1e-5)
 
 
-def test_resampled_positions_equal_timms() -> None:
-    try:
-        from timm.layers import resample_abs_pos_embed
-    except (ImportError, RuntimeError, OSError, AttributeError) as error:
-        pytest.skip(f"not compared with timm, which cannot be imported here: {error}")
+def test_resampled_positions_equal_timm() -> None:
     config = ViTConfig(patch_size=14, width=8, heads=1)
-    position = torch.randn(1, 1 + 37 * 37, 8, generator=torch.Generator().manual_seed(9))
-    torch.testing.assert_close(
-        resize_positions(position, config),
-        resample_abs_pos_embed(position, [16, 16], num_prefix_tokens=1),
-        atol=1e-5,
-        rtol=1e-5,
-    )
+    expected = load_file(TIMM / "expected.safetensors")
+    resized = resize_positions(expected["positions.37"], config)
+    torch.testing.assert_close(resized, expected["positions.16"], atol=1e-5, rtol=1e-5)
