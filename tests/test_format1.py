@@ -197,9 +197,7 @@ def test_interrupted_runs_resume(tmp_path: Path) -> None:
         assert logs[method].read_text().startswith(before[method]), "it started anew"
 
 
-@pytest.mark.parametrize(
-    "chosen", ["coda-p,dualprompt,coda-p-ranpac", pytest.param("all", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("chosen", ["coda-p", pytest.param("all", marks=pytest.mark.slow)])
 def test_new_runs_give_the_recorded_numbers(chosen: str, tmp_path: Path) -> None:
     arguments = ("--methods", chosen, "--out", str(tmp_path), "--json")
     done = coda("bench", BENCHMARK, *arguments, cwd=ROOT)
