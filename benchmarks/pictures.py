@@ -1,4 +1,4 @@
-"""Pictures of docs/performance.md from what speed.py and tasks.py measured.
+"""Pictures of docs/lab/performance.md from what speed.py and tasks.py measured.
 
 python benchmarks/pictures.py
 """
@@ -15,7 +15,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs"
+DOCS = HERE.parent / "docs" / "lab"
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#999999"
 
 

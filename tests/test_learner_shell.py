@@ -1,4 +1,4 @@
-"""The learner from the shell: the session of docs/your-own-images.md, word for word, and pipes."""
+"""The learner from the shell: the session of docs/guide/your-own-images.md, word for word, and pipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from small import coda
 from coda_prompt import ContinualClassifier
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "your-own-images.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "guide" / "your-own-images.md").read_text("utf-8")
 
 
 def block(kind: str, containing: str) -> str:

@@ -1,4 +1,4 @@
-"""The simulator behind docs/scale.md counts as the package does and predicts what was measured."""
+"""The simulator behind docs/lab/scaling.md counts as the package does and predicts what was measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_measured_points_are_predicted_within_a_quarter() -> None:
 
 
 def test_the_tables_of_the_docs_are_those_it_makes() -> None:
-    page = (ROOT / "docs" / "scale.md").read_text("utf-8").splitlines()
+    page = (ROOT / "docs" / "lab" / "scaling.md").read_text("utf-8").splitlines()
     for more, least in ((), 40), (("--check",), 16):
         made = subprocess.run(
             [sys.executable, str(ROOT / "tools" / "scale.py"), *more],

@@ -550,7 +550,7 @@ def test_mistakes_at_the_start_end_in_one_message(model: Path, tmp_path: Path) -
 
 
 def test_the_curl_examples_of_the_docs(own: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "guide" / "serving.md").read_text()
     (script,) = (part.split("```")[0] for part in page.split("```sh\n")[1:] if "curl" in part)
     for name, place in (("drawing.png", 0), ("other.png", 1)):
         SOURCE.test.image(place).save(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Draw docs/renditions.png: the same drawings in each of pocket's styles, side by side."""
+"""Draw docs/lab/renditions.png: the same drawings in each of pocket's styles, side by side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
                 place.set_title(style)
             if column == 0:
                 place.set_ylabel(name)
-    path = Path(__file__).parents[1] / "docs" / "renditions.png"
+    path = Path(__file__).parents[1] / "docs" / "lab" / "renditions.png"
     figure.savefig(path, dpi=110)
     print(path)
 

@@ -1,4 +1,4 @@
-"""What a stream costs on machines we do not have: the tables of docs/scale.md.
+"""What a stream costs on machines we do not have: the tables of docs/lab/scaling.md.
 
     python tools/scale.py            the tables
     python tools/scale.py --check    predicted and measured on this machine, point by point
