@@ -19,7 +19,7 @@ FILE = "pocket-drawings.npz"
 TRAIN = 80
 """Drawings a class to train; the rest test."""
 STRENGTH = 0.25
-"""How strong the styles are: docs/pocket.md says by which criterion it was set."""
+"""How strong the styles are: docs/lab/pocket.md says by which criterion it was set."""
 
 
 def pocket_source(strength: float = STRENGTH) -> Source:
