@@ -1,4 +1,4 @@
-"""The learner from the shell: the session of docs/guide/your-own-images.md, word for word, and pipes."""
+"""The session of docs/guide/your-own-images.md, run as written, and pipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator behind docs/lab/scaling.md counts as the package does and predicts what was measured."""
+"""The simulator behind docs/lab/scaling.md: its counts and its predictions."""
 
 from __future__ import annotations
 
