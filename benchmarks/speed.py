@@ -38,7 +38,7 @@ from torch.utils.flop_counter import (
 
 from coda_prompt import methods
 from coda_prompt.bench.environment import PeakMemory
-from coda_prompt.console import output, table
+from coda_prompt.console import stdout_console, table
 from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples
@@ -468,7 +468,7 @@ def machine() -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
     cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    output().print(table(list(rows[0]), cells, title))
+    stdout_console().print(table(list(rows[0]), cells, title))
 
 
 def main() -> None:
@@ -479,12 +479,12 @@ def main() -> None:
     parser.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        output().print(one_memory(options.memory[0], options.memory[1:]))
+        stdout_console().print(one_memory(options.memory[0], options.memory[1:]))
         return
     found: dict[str, Any] = {"machine": machine()}
     if options.out.exists():  # parts that are not measured now stay
         found = {**json.loads(options.out.read_text("utf-8")), **found}
-    output().print(found["machine"])
+    stdout_console().print(found["machine"])
     for part in options.only.split(","):
         rows = found[part] = PARTS[part](options.quick)
         show(rows, part)

@@ -19,7 +19,7 @@ from small import coda
 from coda_prompt.bench import report
 from coda_prompt.bench.config import load_benchmark, preset_names
 from coda_prompt.bench.runner import runs_of
-from coda_prompt.errors import BadOption, ChangedRun, CodaError, MissingData, UnknownName
+from coda_prompt.errors import BadOption, CodaError, MissingData, RunConfigChanged, UnknownName
 from coda_prompt.methods import METHODS
 
 
@@ -197,7 +197,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_changed_run_names_every_difference() -> None:
-    error = ChangedRun("runs/a", ["training.epochs: 1 -> 2"])
+    error = RunConfigChanged("runs/a", ["training.epochs: 1 -> 2"])
     assert "training.epochs: 1 -> 2" in str(error)
 
 

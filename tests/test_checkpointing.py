@@ -334,7 +334,7 @@ def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
         process.kill()
         raise
     assert process.returncode == 130, told
-    assert "run the same command to go on" in told
+    assert "run the same command again to resume" in told
     assert "Traceback" not in told
     assert list(tmp_path.rglob(f"{CHECKPOINTS}/checkpoint-*"))
     finished = coda("bench", *arguments)

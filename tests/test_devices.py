@@ -211,7 +211,7 @@ def test_a_training_of_two_processes_that_was_stopped_goes_on(
         assert "Traceback" not in told
         if kind == signal.SIGINT:
             assert process.returncode == 130, told
-            assert told.count("run the same command to go on") == 1
+            assert told.count("run the same command again to resume") == 1
         else:
             assert process.returncode == 2, told
             assert "run the same command again" in told

@@ -13,10 +13,7 @@ from PIL import Image
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.data.resolve import Labelled, MemorySplit, image_paths, labelled
-from coda_prompt.errors import (
-    BadOption,
-    NotTaught,
-)
+from coda_prompt.errors import BadOption, NotLearned
 from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
 from coda_prompt.preprocessing import Preprocessing
@@ -277,9 +274,9 @@ def test_the_temperature_is_fitted_to_held_out_images() -> None:
 
 
 def test_before_any_class_is_learned_the_answer_is_clear() -> None:
-    with pytest.raises(NotTaught, match="has not learned any class"):
+    with pytest.raises(NotLearned, match="has not learned any class"):
         ContinualClassifier(method="ncm").predict(drawings([0])[0])
-    with pytest.raises(NotTaught, match=NAMES[7]):
+    with pytest.raises(NotLearned, match=NAMES[7]):
         taught(range(2), method="ncm").evaluate(*drawings([7]))
 
 

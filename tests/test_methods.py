@@ -15,11 +15,11 @@ from coda_prompt.data.stream import Task, make_stream
 from coda_prompt.errors import (
     BadMethod,
     BadOption,
+    InvalidLabels,
     OddPromptLength,
     TooManyBlocks,
     UnfinishedTask,
     UnknownName,
-    WrongRows,
 )
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
@@ -195,7 +195,9 @@ def test_new_classes_must_follow_the_known_ones() -> None:
     method.begin_task(brief(method, new=2))
     method.end_task()
     gap = methods.TaskBrief(1, 0, (3, 4), torch.zeros(0, dtype=torch.int64))
-    with pytest.raises(WrongRows, match=r"2 classes are known, new ones cannot be rows \[3, 4\]"):
+    with pytest.raises(
+        InvalidLabels, match=r"2 classes are known, new ones cannot be rows \[3, 4\]"
+    ):
         method.begin_task(gap)
 
 

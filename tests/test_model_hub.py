@@ -17,7 +17,7 @@ import torch
 from test_learner import drawings, taught
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.errors import HubProblem
+from coda_prompt.errors import HubError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -125,5 +125,5 @@ def test_a_folder_is_loaded_without_the_hub(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["me/nothing", "not a name"])
 def test_a_model_that_is_not_there_is_one_clear_message(name: str, hub: LoopbackHub) -> None:
-    with pytest.raises(HubProblem, match=re.escape(f"'{name}' could not be fetched")):
+    with pytest.raises(HubError, match=re.escape(f"'{name}' could not be fetched")):
         ContinualClassifier.from_pretrained(name, endpoint=hub.address)

@@ -29,8 +29,8 @@ from coda_prompt.errors import (
     BadOption,
     CodaError,
     CorruptFile,
+    FolderBusy,
     MissingData,
-    ModelBusy,
     ModelChanged,
     NothingToUndo,
     UnfinishedLesson,
@@ -467,7 +467,7 @@ def test_a_save_cut_off_at_any_step_leaves_one_whole_version(
 def test_one_writer_at_a_time(tmp_path: Path, drawing_folders: Path) -> None:
     taught(range(2), method="ncm").save(tmp_path)
     with store.writing(tmp_path):
-        with pytest.raises(ModelBusy, match=str(os.getpid())):
+        with pytest.raises(FolderBusy, match=str(os.getpid())):
             taught(range(2), method="ncm").save(tmp_path)
         assert ContinualClassifier.load(tmp_path).classes_, "readers go on"
         busy = coda("learn", str(tmp_path), str(drawing_folders / "task-2"))
@@ -617,7 +617,7 @@ def test_a_training_is_kept_until_its_model_is_saved(
             classifier.save(tmp_path / "model")
     assert list(progress.iterdir())
     again = ContinualClassifier(method="coda-p")
-    with pytest.raises(UnfinishedLesson, match="Finish it with the command that began it"):
+    with pytest.raises(UnfinishedLesson, match="Finish it by running the same command again"):
         again.learn(other, epochs=1, progress=progress)
     told: list[str] = []
     again.learn(lesson, epochs=1, progress=progress, on_event=lambda event: told.append(event.kind))

@@ -437,7 +437,7 @@ def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: P
             with pytest.raises(CorruptFile, match="not as it was published"):
                 read_cifar_pickle(content, "train")
     write_cifar(tmp_path, lambda values: pickle.dumps({**values, "x": commands[0]}, protocol))
-    with pytest.raises(CorruptFile, match="Fetch the file again"):
+    with pytest.raises(CorruptFile, match="Download the file again"):
         paper_source("cifar-100", tmp_path)
     assert not trap.exists()
 
@@ -479,7 +479,7 @@ def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u
     ],
 )
 def test_a_damaged_file_is_refused(content: bytes, problem: str) -> None:
-    with pytest.raises(CorruptFile, match=f"train: .*{problem}.*Fetch the file again"):
+    with pytest.raises(CorruptFile, match=f"train: .*{problem}.*Download the file again"):
         read_cifar_pickle(content, "train")
 
 

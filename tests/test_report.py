@@ -20,7 +20,7 @@ from coda_prompt.bench import cost, plots, report, tables
 from coda_prompt.bench.config import load_benchmark, shipped
 from coda_prompt.bench.runner import Run, parameters, runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
-from coda_prompt.errors import BadOption, ChangedRun, CodaError, CorruptFile, UnknownName
+from coda_prompt.errors import BadOption, CodaError, CorruptFile, RunConfigChanged, UnknownName
 from coda_prompt.methods import METHODS
 from coda_prompt.model.vit import ViT, ViTConfig
 
@@ -436,7 +436,7 @@ def test_other_data_or_weights_in_one_table_are_refused(
     assert finished.returncode == 2
     assert "data sha256" in finished.stderr.replace("\n", " ")
     assert "Traceback" not in finished.stderr
-    with pytest.raises(ChangedRun, match="data"):
+    with pytest.raises(RunConfigChanged, match="data"):
         report.rows(report.read_runs(runs))
 
 
@@ -527,7 +527,7 @@ def test_a_trial_that_is_there_twice_is_refused(
     shutil.copytree(tiny_runs[0], tmp_path / "runs")
     trial = tmp_path / "runs" / "tiny" / "coda-p" / "trial-1"
     shutil.copytree(trial, trial.with_name("trial-1 (copy)"))
-    with pytest.raises(ChangedRun, match="twice"):
+    with pytest.raises(RunConfigChanged, match="twice"):
         report.rows(report.read_runs(tmp_path / "runs"))
 
 

@@ -1,4 +1,4 @@
-"""Where results and messages go: standard output and standard error."""
+"""Console output: results go to standard output, messages and progress to standard error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-WIDE = 240
-Own = TypeVar("Own", bound="Bar")
+PIPE_WIDTH = 240
+
+Self = TypeVar("Self", bound="ProgressBar")
 
 
 class _Progress(Progress):
@@ -27,28 +28,28 @@ class _Progress(Progress):
         yield from super().get_renderables()
 
 
-class Bar:
-    """A progress bar on a terminal, and nothing elsewhere, for as long as the work goes on."""
+class ProgressBar:
+    """Context manager that shows a progress bar if the console is a terminal."""
 
     def __init__(
         self,
         console: Console,
-        last: ProgressColumn,
+        last_column: ProgressColumn,
         above: Callable[[], RenderableType] | None = None,
     ) -> None:
-        """`above`: what stands above the bar."""
+        """`above` renders what is shown above the bar."""
         self.bar = _Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TaskProgressColumn(),
-            last,
+            last_column,
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
         self.bar.above = above
 
-    def __enter__(self: Own) -> Own:
+    def __enter__(self: Self) -> Self:
         self.bar.start()
         return self
 
@@ -61,46 +62,49 @@ class Bar:
         self.bar.stop()
 
 
-def output() -> Console:
-    """Standard output; a file or a pipe gets lines as long as they need to be."""
+def stdout_console() -> Console:
+    """Return a console for results; lines written to a file or pipe are not wrapped at 80."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=WIDE, highlight=False)
+    return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
-def messages() -> Console:
+def stderr_console() -> Console:
+    """Return a console for messages and progress."""
     return Console(stderr=True, highlight=False)
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str]], title: str | None = None) -> Table:
-    """A table of plain text: brackets in names are no markup; the first column is not broken."""
-    shown = Table(title=None if title is None else escape(title))
-    for number, head in enumerate(heads):
-        shown.add_column(escape(head), no_wrap=number == 0, overflow="fold")
+def table(headers: Iterable[str], rows: Iterable[Iterable[str]], title: str | None = None) -> Table:
+    """Make a table of plain text: no markup in cells, no wrapping in the first column."""
+    result = Table(title=None if title is None else escape(title))
+    for column, header in enumerate(headers):
+        result.add_column(escape(header), no_wrap=column == 0, overflow="fold")
     for row in rows:
-        shown.add_row(*(escape(visible(cell)) for cell in row))
-    return shown
+        result.add_row(*(escape(escape_control_characters(cell)) for cell in row))
+    return result
 
 
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """A line of plain text: brackets are no markup, and a name commands no terminal."""
-    console.print(visible(text), markup=False, style=style)
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line of plain text, without markup and with control characters escaped."""
+    console.print(escape_control_characters(text), markup=False, style=style)
 
 
 def print_json(content: object) -> None:
+    """Print JSON to standard output; file names that are not valid Unicode are escaped."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    # A name that is not Unicode has its bytes as JSON's own escapes.
     print(text.encode("utf-8", "backslashreplace").decode())  # noqa: T201
 
 
-def printable(name: str) -> str:
-    """A file's name as text, whatever bytes it has."""
+def decode_file_name(name: str) -> str:
+    """Return a file name as printable text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def visible(text: str) -> str:
-    """The text with control characters written out."""
+def escape_control_characters(text: str) -> str:
+    """Escape control characters, so that a name cannot send commands to the terminal."""
+    escaped = {"Cc", "Cs", "Zl", "Zp"}  # control, surrogate, line and paragraph separator
     return "".join(
-        letter if letter == "\n" or unicodedata.category(letter) not in ("Cc", "Cs", "Zl", "Zp")
-        else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for letter in text
-    )  # fmt: skip
+        each.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if each != "\n" and unicodedata.category(each) in escaped
+        else each
+        for each in text
+    )

@@ -1,4 +1,4 @@
-"""What a user can get wrong. Every message says what happened, where, and what to do."""
+"""Errors a user can meet. Each message says what happened and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 
 
 class CodaError(Exception):
-    """An error with a remedy. The command line prints it and exits with `exit_code`."""
+    """Base class. The command line prints the message and exits with `exit_code`."""
 
     exit_code = 2
 
 
-def listed(names: Iterable[object], most: int = 5) -> str:
-    shown = [str(name) for name in names]
-    rest = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + rest
+def join_names(names: Iterable[object], limit: int = 5) -> str:
+    """Join names with commas; after `limit` names: "a, b and 3 more"."""
+    texts = [str(name) for name in names]
+    rest = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + rest
 
 
 class UnknownName(CodaError):
@@ -24,12 +25,12 @@ class UnknownName(CodaError):
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Known: {', '.join(names)}."
+        hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Choose one of: {', '.join(names)}."
         super().__init__(f"There is no {kind} '{name}'. {hint}")
 
 
 class BadOption(CodaError):
-    """An option whose value cannot be used."""
+    """An option has a value that cannot be used."""
 
     def __init__(self, owner: str, field: str, problem: str) -> None:
         super().__init__(f"Option '{field}' of {owner}: {problem}.")
@@ -38,7 +39,7 @@ class BadOption(CodaError):
 class OddPromptLength(CodaError):
     def __init__(self, field: str, length: int) -> None:
         super().__init__(
-            f"{field} = {length} is odd, but a prompt splits in halves for keys and values. Use "
+            f"{field} = {length} is odd, but a prompt is split into keys and values. Use "
             + (f"{length - 1} or {length + 1}." if length > 1 else "2 or more.")
         )
 
@@ -46,8 +47,8 @@ class OddPromptLength(CodaError):
 class TooManyBlocks(CodaError):
     def __init__(self, blocks: Sequence[int], depth: int) -> None:
         super().__init__(
-            f"Prompts are asked for in blocks {listed(blocks, 20)}, but this ViT has {depth} "
-            f"blocks (0 to {depth - 1}). Name blocks below {depth}."
+            f"Prompts are configured for blocks {join_names(blocks, 20)}, but this ViT has {depth} "
+            f"blocks. Use block numbers from 0 to {depth - 1}."
         )
 
 
@@ -62,13 +63,13 @@ class EmptyTask(CodaError):
 class ClassInTwoTasks(CodaError):
     def __init__(self, name: str, first: int, second: int) -> None:
         super().__init__(
-            f"Class '{name}' is in task {first + 1} and again in task {second + 1}. In a benchmark "
-            "every class belongs to one task: remove it from one of the lists."
+            f"Class '{name}' is in task {first + 1} and in task {second + 1}. In a benchmark every "
+            "class belongs to one task: remove it from one of them."
         )
 
 
-class WrongRows(CodaError):
-    """Labels of a task that do not fit the classes seen so far."""
+class InvalidLabels(CodaError):
+    """The labels of a task do not fit the classes learned so far."""
 
     def __init__(self, task: int, problem: str) -> None:
         super().__init__(
@@ -78,109 +79,100 @@ class WrongRows(CodaError):
 
 
 class NotLearned(CodaError):
-    def __init__(self, name: str, rows: Sequence[int]) -> None:
-        super().__init__(
-            f"{name} has not learned classes {listed(rows)} yet. Learn their task before testing "
-            "them."
-        )
+    """A class is evaluated or named before it was learned."""
+
+    def __init__(
+        self, classes: Sequence[object], known: Sequence[str], name: str = "The classifier"
+    ) -> None:
+        if not classes:
+            super().__init__(f"{name} has not learned any class yet. Call learn first.")
+        else:
+            known_classes = f" It knows {len(known)}: {join_names(known)}." if known else ""
+            super().__init__(
+                f"{name} has not learned {join_names(classes)} yet. Learn these classes first, or "
+                f"leave them out.{known_classes}"
+            )
 
 
 class UnfinishedTask(CodaError):
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name} is in the middle of a task. Finish it with end_task, or load the saved "
-            "method anew."
+            f"{name} is in the middle of a task. Call end_task first, or reload the saved method."
         )
 
 
 class MissingData(CodaError):
+    """A file, folder or dataset does not exist or is incomplete."""
+
     def __init__(self, path: object, problem: str, remedy: str) -> None:
         super().__init__(f"{path}: {problem}. {remedy}")
 
 
 class BadImage(CodaError):
     def __init__(self, path: object, problem: str) -> None:
-        super().__init__(f"{path}: {problem}. Remove the file or replace it by a readable image.")
+        super().__init__(f"{path}: {problem}. Remove the file or replace it with a readable image.")
 
 
 class BadImages(CodaError):
-    """Every image that cannot be read."""
+    """All images of a dataset that cannot be read."""
 
     def __init__(self, problems: Sequence[BadImage]) -> None:
         self.problems = tuple(problems)
         count = f"{len(problems)} images" if len(problems) > 1 else "An image"
         super().__init__(
-            f"{count} cannot be used. Mend or remove them, or pass --skip-bad (skip_bad=True) to "
-            "go on without them:\n" + "\n".join(f"  {problem}" for problem in problems)
+            f"{count} cannot be used. Fix or remove the files, or skip them with --skip-bad "
+            "(skip_bad=True):\n" + "\n".join(f"  {problem}" for problem in problems)
         )
 
 
 class CorruptFile(CodaError):
-    remedy = "Fetch the file again or restore it from a copy."
+    """A file has unexpected content."""
+
+    remedy = "Download the file again or restore it from a backup."
 
     def __init__(self, path: object, problem: str, remedy: str | None = None) -> None:
         self.problem = problem
         super().__init__(f"{path}: {problem}. {remedy or self.remedy}")
 
 
-class BrokenRun(CorruptFile):
-    """Something in a run's folder."""
+class CorruptRun(CorruptFile):
+    """A file in a run folder has unexpected content."""
 
-    remedy = "Remove the folder of this run and run it again."
-
-
-class KeyMismatch(CodaError):
-    """Weights that do not fit the architecture."""
-
-    def __init__(self, path: object, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        parts = [
-            f"{kind} {listed(keys)}"
-            for kind, keys in (("missing", missing), ("unexpected", unexpected))
-            if keys
-        ]
-        super().__init__(
-            f"{path} does not fit the architecture: {'; '.join(parts)}. Name the backbone "
-            "these weights belong to, or use another file."
-        )
+    remedy = "Delete the run folder and run the benchmark again."
 
 
-class ShapeMismatch(CodaError):
-    def __init__(
-        self, path: object, key: str, found: Sequence[int], expected: Sequence[int]
-    ) -> None:
-        super().__init__(
-            f"{path}: '{key}' has shape {tuple(found)}, the architecture has {tuple(expected)}. "
-            "Name the backbone these weights belong to, or use another file."
-        )
+class WeightsMismatch(CodaError):
+    """Weights do not fit the architecture, or fit none that is known."""
 
-
-class UnknownArchitecture(CodaError):
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(
-            f"{path}: {problem}. Say which named backbone it is built like (see 'coda backbones')."
+            f"{path}: {problem}. Specify the backbone these weights belong to (see "
+            "'coda backbones'), or use another file."
         )
 
 
 class BackboneUnavailable(CodaError):
-    def __init__(self, name: str, address: str, folder: object, cause: str) -> None:
+    """The weights of a backbone cannot be downloaded."""
+
+    def __init__(self, name: str, url: str, folder: object, cause: str) -> None:
         super().__init__(
-            f"The weights of '{name}' could not be fetched ({cause}). Get the file {address} on a "
-            f"machine with a network and either copy its hub cache folder to {folder} or pass the "
-            "path of the .safetensors file instead of the name. The embedded backbone 'pocket' "
-            "needs no download."
+            f"The weights of '{name}' could not be downloaded ({cause}). Download {url} on a "
+            f"machine with internet access, then copy its Hugging Face cache folder to {folder} or "
+            "pass the path of the .safetensors file instead of the name. The built-in backbone "
+            "'pocket' needs no download."
         )
 
 
 class HashMismatch(CodaError):
-    def __init__(self, what: str, expected: str, found: str, remedy: str) -> None:
-        super().__init__(f"{what} has sha256 {found[:16]}…, expected {expected[:16]}…. {remedy}")
+    def __init__(self, what: str, expected: str, actual: str, remedy: str) -> None:
+        super().__init__(f"{what} has sha256 {actual[:16]}…, expected {expected[:16]}…. {remedy}")
 
 
-class WrongBackbone(CodaError):
-    def __init__(self, path: object, expected: str, found: str) -> None:
+class BackboneMismatch(CodaError):
+    def __init__(self, path: object, expected: str, actual: str) -> None:
         super().__init__(
-            f"{path} was learned on a backbone with hash {expected[:16]}…, but the one given has "
-            f"{found[:16]}…. Load it with the backbone it was learned on."
+            f"{path} was trained on a backbone with hash {expected[:16]}…, but this backbone has "
+            f"hash {actual[:16]}…. Load the model with the backbone it was trained on."
         )
 
 
@@ -188,16 +180,16 @@ class NonFiniteLoss(CodaError):
     def __init__(self, task: int, epoch: int, step: int) -> None:
         super().__init__(
             f"The loss or its gradient is not finite in task {task + 1}, epoch {epoch + 1}, step "
-            f"{step + 1}. The model was put back to what it was before this task. Lower the "
-            "learning rate, or look for bad values in the images."
+            f"{step + 1}. The model was restored to its state before this task. Lower the learning "
+            "rate, or check the images for extreme values."
         )
 
 
 class BadMethod(CodaError):
     def __init__(self, spec: str, problem: str) -> None:
         super().__init__(
-            f"'{spec}' cannot be used as a method: {problem}. Write it as path/to/file.py:Class, "
-            "with a class derived from coda_prompt.methods.Method."
+            f"'{spec}' cannot be used as a method: {problem}. Specify path/to/file.py:Class, where "
+            "the class inherits from coda_prompt.methods.Method."
         )
 
 
@@ -209,120 +201,87 @@ class MissingExtra(CodaError):
         )
 
 
-class ModelBusy(CodaError):
+class FolderBusy(CodaError):
+    """Another process is writing to a model or run folder."""
+
     def __init__(self, folder: object, owner: str) -> None:
         super().__init__(
-            f"{folder} is being changed by another process (pid {owner}). Wait until it has "
-            "finished; predictions go on meanwhile."
+            f"{folder} is in use by another process (pid {owner}). Wait until it has finished, or "
+            "use another folder."
         )
 
 
 class ModelChanged(CodaError):
     def __init__(self, folder: object) -> None:
         super().__init__(
-            f"{folder} was changed by others since this classifier was read from it or saved to "
-            "it. Load it again and repeat what you learned, or save to another folder."
+            f"{folder} was changed by another process after this classifier was loaded from it or "
+            "saved to it. Load it again and repeat the lesson, or save to another folder."
         )
 
 
 class LearnedBefore(CodaError):
-    """Not a mistake: the command had done its work before it was cut off."""
+    """Not an error: the command had already finished its work when it was interrupted."""
 
     exit_code = 0
 
     def __init__(self, folder: object) -> None:
         super().__init__(
-            f"{folder}: an earlier run of this command had learned these images and was cut off "
-            "while saving. The save is complete now; nothing was learned twice."
+            f"{folder}: an earlier run of this command had already learned these images and was "
+            "interrupted while saving. The save is now complete; nothing was learned twice."
         )
 
 
 class UnfinishedLesson(CodaError):
     def __init__(self, folder: object) -> None:
         super().__init__(
-            f"A lesson of other images or options was interrupted, and what it had done is kept in "
-            f"{folder}. Finish it with the command that began it, or remove that folder to give it "
-            "up."
+            f"An interrupted lesson with other images or options has a checkpoint in {folder}. "
+            "Finish it by running the same command again, or delete that folder to discard it."
         )
 
 
 class NothingToUndo(CodaError):
     def __init__(self, what: object) -> None:
         super().__init__(
-            f"{what} has no earlier version to go back to: the one before the newest task is kept, "
-            "and no more."
+            f"{what} has no earlier version to restore: only the version before the newest task is "
+            "saved."
         )
 
 
-class NotTaught(CodaError):
-    def __init__(self, unknown: Sequence[str], known: Sequence[str]) -> None:
-        if not known:
-            super().__init__("The classifier has not learned any class yet. Call learn first.")
-        else:
-            super().__init__(
-                f"The classifier does not know {listed(unknown)}. Leave them out, or learn them "
-                f"first; it knows {len(known)} classes: {listed(known)}."
-            )
+class HubError(CodaError):
+    """A model cannot be downloaded from or uploaded to the Hugging Face Hub."""
 
-
-class HubProblem(CodaError):
-    def __init__(self, name: str, what: str, cause: object) -> None:
+    def __init__(self, name: str, action: str, cause: object) -> None:
         reason = " ".join(str(cause).split())
         super().__init__(
-            f"The model '{name}' could not be {what} ({reason[:300]}). Check the name "
+            f"The model '{name}' could not be {action} ({reason[:300]}). Check the name "
             "(owner/model), the network and your token ('hf auth login')."
         )
 
 
-class LostWorker(CodaError):
-    def __init__(self, cause: str) -> None:
+class ProcessDied(CodaError):
+    """A worker process of a training, benchmark or data loader died."""
+
+    def __init__(self, task: str, cause: str, fix_memory: str = "") -> None:
+        """`fix_memory`: how to use less memory, for example "with fewer --jobs"."""
+        retry = f", {fix_memory} if memory was short" if fix_memory else ""
         super().__init__(
-            f"A process that ran part of the benchmark died ({cause}; a kill often means that "
-            "memory ran out). Finished runs are kept: start the same command again, with fewer at "
-            "a time if memory was short."
-        )
-
-
-class LostLoader(CodaError):
-    def __init__(self, cause: str) -> None:
-        super().__init__(
-            f"A process that reads images died ({cause}; a kill often means that memory ran out). "
-            "What was done is kept: run the same command again, with fewer training.workers if "
-            "memory was short."
-        )
-
-
-class LostProcess(CodaError):
-    """Of a training on several devices."""
-
-    def __init__(self, reason: str = "") -> None:
-        super().__init__(
-            reason
-            or "A process of this training died (a kill often means that memory ran out). What was "
-            "done is kept: run the same command again."
+            f"A process that {task} died ({cause}; a killed process often ran out of memory). "
+            f"Progress is saved: run the same command again{retry}."
         )
 
 
 class Interrupted(CodaError):
-    """Stopped by Ctrl-C or a polite kill, with everything kept."""
+    """Stopped by Ctrl-C or SIGTERM; progress is saved."""
 
     exit_code = 130
 
     def __init__(self) -> None:
-        super().__init__("Interrupted. What was done is kept: run the same command to go on.")
+        super().__init__("Interrupted. Progress is saved: run the same command again to resume.")
 
 
-class RunBusy(CodaError):
-    def __init__(self, folder: object, owner: str) -> None:
-        super().__init__(
-            f"{folder} is being run by another process (pid {owner}). Wait until it has finished, "
-            "or use another folder."
-        )
-
-
-class ChangedRun(CodaError):
+class RunConfigChanged(CodaError):
     def __init__(self, folder: object, differences: Sequence[str]) -> None:
         super().__init__(
-            f"{folder} holds a run with another configuration ({listed(differences)}). Use "
-            "another folder for this one, or remove the old one."
+            f"{folder} contains a run with a different configuration ({join_names(differences)}). "
+            "Use another folder, or delete the old run."
         )

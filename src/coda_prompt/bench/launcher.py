@@ -15,8 +15,8 @@ from coda_prompt.bench.processes import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
 from coda_prompt.bench.ray_cluster import Cluster, run_on_ray
 from coda_prompt.bench.runner import OnEvent, Run, run_in_turn, write_json
-from coda_prompt.console import messages
-from coda_prompt.errors import BadOption, RunBusy
+from coda_prompt.console import stderr_console
+from coda_prompt.errors import BadOption, FolderBusy
 from coda_prompt.storage.files import exclusive_lock
 from coda_prompt.storage.mirror import Mirror, local_copy
 from coda_prompt.training.devices import Devices, check_shardable
@@ -71,7 +71,7 @@ def run_all(
         return _run_here(runs, options, saved)
     lock = options.folder.with_name(f"{options.folder.name}.lock")
     lock.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(lock, RunBusy):
+    with exclusive_lock(lock, FolderBusy):
         return _run_here(runs, options, saved)
 
 
@@ -100,7 +100,7 @@ def _run_here(
         write_json(path, benchmark.model_dump(mode="json"))
     if mirror is not None:
         mirror.push()
-    with _executor(todo, options) as execute, BenchProgress(todo, messages()) as progress:
+    with _executor(todo, options) as execute, BenchProgress(todo, stderr_console()) as progress:
         for run in execute(progress.on_event):
             progress.finished(run)
     if mirror is not None:

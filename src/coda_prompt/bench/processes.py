@@ -14,7 +14,7 @@ import torch
 
 from coda_prompt.bench.inputs import Inputs
 from coda_prompt.bench.runner import OnEvent, Run, execute
-from coda_prompt.errors import CodaError, Interrupted, LostWorker
+from coda_prompt.errors import CodaError, Interrupted, ProcessDied
 from coda_prompt.shutdown import KINDS, ShutdownFlag, exit_with_parent, ignored
 from coda_prompt.training.settings import Event
 
@@ -69,7 +69,8 @@ def _news(
         except queue.Empty:
             lost = [worker for worker in workers if worker.exitcode not in (None, 0)]
             if lost:
-                raise LostWorker(f"exit code {lost[0].exitcode}") from None
+                cause = f"exit code {lost[0].exitcode}"
+                raise ProcessDied("runs the benchmark", cause, "with fewer --jobs") from None
             continue
         left -= news is None
         yield number, news

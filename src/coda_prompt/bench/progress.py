@@ -11,14 +11,14 @@ from rich.progress import TextColumn
 from rich.table import Table
 
 from coda_prompt.bench.runner import Run
-from coda_prompt.console import Bar, table
+from coda_prompt.console import ProgressBar, table
 from coda_prompt.training.settings import Event
 
 MOST_SHOWN = 24
 """Runs at work that a table lists."""
 
 
-class BenchProgress(Bar):
+class BenchProgress(ProgressBar):
     """Counts work in epochs of a task; a method without gradients counts as one."""
 
     def __init__(self, runs: Sequence[Run], console: Console) -> None:

@@ -20,7 +20,7 @@ import torch
 from coda_prompt.bench.inputs import Inputs
 from coda_prompt.bench.processes import LAST_STEP
 from coda_prompt.bench.runner import OnEvent, Run, execute
-from coda_prompt.errors import BadOption, CodaError, Interrupted, LostWorker, MissingExtra
+from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingExtra, ProcessDied
 from coda_prompt.shutdown import ShutdownFlag
 from coda_prompt.training.settings import Event
 
@@ -134,7 +134,8 @@ def _result(ray: Any, reference: Any) -> Any:
     except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError as error:
-        raise LostWorker(" ".join(str(error).split())[:300]) from error
+        cause = " ".join(str(error).split())[:300]
+        raise ProcessDied("runs the benchmark", cause, "with more --cpus per run") from error
 
 
 def _task(run: Run, number: int, board: Any, folder: str, threads: int) -> str | None:

@@ -24,7 +24,7 @@ from coda_prompt.bench.runner import (
     read_json,
     shared_config,
 )
-from coda_prompt.errors import BrokenRun, ChangedRun, MissingData
+from coda_prompt.errors import CorruptRun, MissingData, RunConfigChanged
 from coda_prompt.methods import METHODS
 
 REFERENCE = "coda-p"
@@ -106,7 +106,7 @@ def read_run(folder: Path) -> FinishedRun:
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise BrokenRun(folder, f"is not a run folder ({error!r})") from error
+        raise CorruptRun(folder, f"is not a run folder ({error!r})") from error
     return run
 
 
@@ -153,19 +153,19 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
         changed = difference(shared_config(runs[0].config), shared_config(run.config))
         changed += difference(runs[0].inputs, run.inputs)
         if changed:
-            raise ChangedRun(run.folder, changed)
+            raise RunConfigChanged(run.folder, changed)
         if len(run.matrix) != len(runs[0].matrix):
             changed = [f"tasks: {len(runs[0].matrix)} -> {len(run.matrix)}"]
-            raise ChangedRun(run.folder, changed)
+            raise RunConfigChanged(run.folder, changed)
     for own in by_method(runs).values():
         seeds = [run.seed for run in own]
         for run in own:
             if seeds.count(run.seed) > 1:
-                raise ChangedRun(run.folder, [f"seed {run.seed} is there twice"])
+                raise RunConfigChanged(run.folder, [f"seed {run.seed} is there twice"])
         first, *others = [_without_seed(run.config) for run in own]
         for run, config in zip(own[1:], others, strict=True):
             if changed := difference(first, config):
-                raise ChangedRun(run.folder, changed)
+                raise RunConfigChanged(run.folder, changed)
 
 
 def _without_seed(config: dict[str, Any]) -> dict[str, Any]:

@@ -26,13 +26,7 @@ from coda_prompt.bench.cost import multiply_adds
 from coda_prompt.bench.environment import PeakMemory, environment, hashes
 from coda_prompt.bench.inputs import Inputs, stream_of
 from coda_prompt.data.pocket import STRENGTH
-from coda_prompt.errors import (
-    BrokenRun,
-    ChangedRun,
-    Interrupted,
-    MissingExtra,
-    RunBusy,
-)
+from coda_prompt.errors import CorruptRun, FolderBusy, Interrupted, MissingExtra, RunConfigChanged
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
 from coda_prompt.shutdown import ShutdownFlag
@@ -108,7 +102,7 @@ class Run:
             return False
         before = read_json(held)
         if before != (now := as_json(self.config)):
-            raise ChangedRun(self.folder, difference(before, now))
+            raise RunConfigChanged(self.folder, difference(before, now))
         done = (self.folder / RESULT).exists()
         if done:  # a kill between the result and the tidying up leaves them
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
@@ -269,8 +263,8 @@ def _writing(run: Run, first: bool) -> Iterator[TextIO]:
     run.folder.mkdir(parents=True, exist_ok=True)
     log_file = run.folder / LOG
     if log_file.is_symlink():
-        raise BrokenRun(log_file, "is a link to elsewhere")
-    with exclusive_lock(run.folder, RunBusy), log_file.open("a+", encoding="utf-8") as events:
+        raise CorruptRun(log_file, "is a link to elsewhere")
+    with exclusive_lock(run.folder, FolderBusy), log_file.open("a+", encoding="utf-8") as events:
         yield events
 
 
@@ -289,7 +283,7 @@ def _restored(result: Result, found: Checkpoint) -> tuple[int, float]:
             raise ValueError
         return length, float(seconds)
     except (LookupError, TypeError, ValueError, OverflowError) as error:
-        raise BrokenRun(CHECKPOINTS, "its notes are not those of a run") from error
+        raise CorruptRun(CHECKPOINTS, "its notes are not those of a run") from error
 
 
 def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
@@ -300,7 +294,7 @@ def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
         try:
             before = hashes(read_json(place))
         except (LookupError, TypeError) as error:
-            raise BrokenRun(place, "does not say the hashes of its inputs") from error
+            raise CorruptRun(place, "does not say the hashes of its inputs") from error
         changed = difference(shared_config(read_json(result.with_name(CONFIG))), own)
         changed += [
             f"{name} sha256: {before[name]} -> {now}"
@@ -308,7 +302,7 @@ def _refuse_other_inputs(run: Run, surroundings: dict[str, Any]) -> None:
             if before[name] != now
         ]
         if changed:
-            raise ChangedRun(result.parent, changed)
+            raise RunConfigChanged(result.parent, changed)
 
 
 def parameters(method: Method, backbone: ViT) -> dict[str, Any]:
@@ -403,11 +397,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise BrokenRun(path, f"cannot be read ({error.strerror})") from error
+        raise CorruptRun(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise BrokenRun(path, "is not JSON") from error
+        raise CorruptRun(path, "is not JSON") from error
     if not isinstance(content, dict):
-        raise BrokenRun(path, "is not a JSON object")
+        raise CorruptRun(path, "is not a JSON object")
     return content
 
 

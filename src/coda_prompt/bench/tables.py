@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 
 from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number
 from coda_prompt.console import table
-from coda_prompt.errors import listed
+from coda_prompt.errors import join_names
 from coda_prompt.methods import METHODS, describe
 from coda_prompt.storage.files import as_json
 
@@ -126,7 +126,7 @@ def _remarks(runs: Sequence[FinishedRun]) -> Table:
             found.setdefault(str(remark), []).append(f"{run.method} {run.seed}")
     everywhere = len(runs)
     cells = [
-        [remark, "all runs" if len(own) == everywhere else listed(own, 6)]
+        [remark, "all runs" if len(own) == everywhere else join_names(own, 6)]
         for remark, own in found.items()
     ]
     return Table("Remarks", ["remark", "runs (method, seed)"], cells)

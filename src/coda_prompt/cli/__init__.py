@@ -9,7 +9,7 @@ import typer
 
 from coda_prompt import __version__
 from coda_prompt.cli import bench, catalog, data, learner, serve
-from coda_prompt.console import visible
+from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import CodaError, Interrupted
 
 app = typer.Typer(
@@ -60,12 +60,12 @@ def main() -> None:
     try:
         app()
     except CodaError as error:
-        typer.echo(f"coda: {visible(str(error))}", err=True)
+        typer.echo(f"coda: {escape_control_characters(str(error))}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        typer.echo(f"coda: {visible(_about(error))}", err=True)
+        typer.echo(f"coda: {escape_control_characters(_about(error))}", err=True)
         sys.exit(CodaError.exit_code)
     except (KeyboardInterrupt, SystemExit) as ended:
         if isinstance(ended, SystemExit) and ended.code != Interrupted.exit_code:

@@ -25,7 +25,7 @@ from coda_prompt.cli.options import (
     run_options,
     with_options,
 )
-from coda_prompt.console import messages, output, print_json
+from coda_prompt.console import print_json, stderr_console, stdout_console
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def bench(
     if run.mirror is not None:
         run.mirror.push()
     title = f"{resolved.name}: {resolved.description}"
-    output().print(tables.short(rows, title).rich())
-    messages().print("Pictures: " + ", ".join(str(path) for path in pictures))
+    stdout_console().print(tables.short(rows, title).rich())
+    stderr_console().print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
 @app.command(
@@ -140,8 +140,8 @@ def sweep(
     if run.mirror is not None:
         run.mirror.push()
     for table in tables.sweep(rows):
-        output().print(table.rich())
-    messages().print("Pictures: " + ", ".join(str(path) for path in pictures))
+        stdout_console().print(table.rich())
+    stderr_console().print("Pictures: " + ", ".join(str(path) for path in pictures))
 
 
 @app.command(epilog="Example: `coda report runs -o report`")
@@ -171,12 +171,12 @@ def _write_report(folder: Path, out: Path, as_json: bool) -> None:
     if as_json:
         print_json({"parts": {part.title: part.rows for part in parts}})
         return
-    console = output()
+    console = stdout_console()
     for part in parts:
         console.rule(part.title)
         for table in part.tables:
             console.print(table.rich())
-    messages().print(f"Report: {written}")
+    stderr_console().print(f"Report: {written}")
 
 
 def _overrides(

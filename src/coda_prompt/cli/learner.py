@@ -32,7 +32,15 @@ from coda_prompt.cli.options import (
     device_options,
     with_options,
 )
-from coda_prompt.console import Bar, messages, output, print_json, printable, say, table
+from coda_prompt.console import (
+    ProgressBar,
+    decode_file_name,
+    print_json,
+    print_line,
+    stderr_console,
+    stdout_console,
+    table,
+)
 from coda_prompt.errors import (
     BadImage,
     BadImages,
@@ -40,7 +48,7 @@ from coda_prompt.errors import (
     CorruptFile,
     LearnedBefore,
     MissingData,
-    listed,
+    join_names,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +99,7 @@ def learn(
     devices = dataclasses.replace(devices, precision=precision or "32-true")
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as heeding:
-        console, first = messages(), fabric.global_rank == 0
+        console, first = stderr_console(), fabric.global_rank == 0
         if first:
             heeding.enter_context(store.writing(model))
         if (model / store.MODEL).exists():
@@ -108,14 +116,14 @@ def learn(
                 store.refresh_copies(model)
                 store.end_lesson(model)
                 raise LearnedBefore(model)
-            say(
+            print_line(
                 console,
                 f"{summary(images)}; {classifier.method_name} on {classifier.backbone_name}",
             )
             for problem in images.bad:
-                say(console, f"left out: {problem}")
+                print_line(console, f"left out: {problem}")
             for warning in warnings:
-                say(console, f"warning: {warning}", style="yellow")
+                print_line(console, f"warning: {warning}", style="yellow")
             heeding.enter_context(stop.handling_signals())
 
         asked = agreed(fabric, stop)
@@ -188,7 +196,7 @@ def predict(
         print_json(list(rows))
     else:
         heads = ["image", "class", "probability", *(["next best"] if top > 1 else [])]
-        output().print(table(heads, [_shown(row)[: len(heads)] for row in rows]))
+        stdout_console().print(table(heads, [_shown(row)[: len(heads)] for row in rows]))
 
 
 @app.command(epilog="Example: `coda evaluate my-model test-photos/`")
@@ -204,22 +212,22 @@ def evaluate(
     from coda_prompt.learner.classifier import ContinualClassifier
 
     classifier = ContinualClassifier.load(model, device=device)
-    with Going(messages()) as going:
+    with Going(stderr_console()) as going:
         found = classifier.evaluate(folder, skip_bad=skip_bad, on_event=going.on_event)
     for problem in found.left_out:
-        say(messages(), f"left out: {problem}")
+        print_line(stderr_console(), f"left out: {problem}")
     if as_json:
         print_json(dataclasses.asdict(found))
         return
     weakest = sorted(found.classes.items(), key=lambda item: item[1].accuracy)
     classes = [[name, str(own.images), percent(own.accuracy)] for name, own in weakest]
-    console = output()
+    console = stdout_console()
     console.print(table(["class", "images", "accuracy"], classes, "Classes, weakest first"))
     then = {number + 1: task for number, task in enumerate(classifier.tasks_)}
     tasks = [
         [
             str(task.number),
-            listed(task.classes, 6),
+            join_names(task.classes, 6),
             str(task.images),
             percent(task.accuracy),
             percent(task.accuracy_own),
@@ -248,19 +256,19 @@ def info(model: Model, as_json: AsJson = False) -> None:
         return
     kept = sizes.get(store.PREVIOUS)
     undo = "" if kept is None else f" (and {kept / 1e6:.2f} MB to undo the newest task)"
-    console = output()
-    say(
+    console = stdout_console()
+    print_line(
         console,
-        f"{printable(str(model))}: {len(description.classes)} classes in {len(description.tasks)} "
-        f"tasks, {description.method} on {description.backbone.name}, "
+        f"{decode_file_name(str(model))}: {len(description.classes)} classes in "
+        f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     rows = [
         [
             str(number + 1),
             task.date[:10],
-            listed(task.new, 6),
-            listed(task.continued, 6),
+            join_names(task.new, 6),
+            join_names(task.continued, 6),
             str(sum(task.images.values())),
             percent(task.accuracy),
             percent(task.accuracy_own),
@@ -281,8 +289,10 @@ def undo(model: Model) -> None:
     with store.writing(model):
         store.restore_previous(model)
     kept = store.read_model(model).description
-    where = printable(str(model))
-    say(messages(), f"{where}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks")
+    where = decode_file_name(str(model))
+    print_line(
+        stderr_console(), f"{where}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks"
+    )
 
 
 @app.command(epilog="Example: `coda export my-model model.onnx`")
@@ -298,10 +308,10 @@ def export(
     if out.is_dir():
         raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
     ContinualClassifier.load(model).export_onnx(out)
-    say(messages(), f"{printable(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
+    print_line(stderr_console(), f"{decode_file_name(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
 
 
-class Going(Bar):
+class Going(ProgressBar):
     """A bar with ETA over the steps of a training or the images of a pass."""
 
     def __init__(self, console: Console) -> None:
@@ -332,13 +342,13 @@ def _predictions(
     from coda_prompt.training.settings import Event
 
     classes = classifier.classes_
-    with Going(messages()) as going:
+    with Going(stderr_console()) as going:
         for start in range(0, len(paths), AT_ONCE):
             images, names, bad = _opened(paths[start : start + AT_ONCE], classifier.shortest_side)
             if bad and not skip_bad:
                 raise BadImages(bad)
             for problem in bad:
-                say(messages(), f"left out: {problem}")
+                print_line(stderr_console(), f"left out: {problem}")
             chances: Any = classifier.predict_proba(images) if images else []
             for name, own in zip(names, chances, strict=True):
                 best = own.argsort()[::-1][: max(1, top)]
@@ -357,7 +367,7 @@ def _opened(paths: Sequence[str], min_side: int) -> tuple[list[Any], list[str], 
     for path in paths:
         try:
             images.append(open_image(path, min_side))
-            names.append(printable(path))
+            names.append(decode_file_name(path))
         except BadImage as problem:
             bad.append(problem)
     return images, names, bad
@@ -385,7 +395,10 @@ def _show_learned(learned: "Learned", classifier: "ContinualClassifier", model: 
     from coda_prompt.learner import store
     from coda_prompt.learner.card import percent
 
-    new, continued = listed(learned.new, 6) or "none", listed(learned.continued, 6) or "none"
+    new, continued = (
+        join_names(learned.new, 6) or "none",
+        join_names(learned.continued, 6) or "none",
+    )
     lines = [f"new: {new}; continued: {continued}"]
     if learned.accuracy is not None:
         lines.append(
@@ -401,7 +414,9 @@ def _show_learned(learned: "Learned", classifier: "ContinualClassifier", model: 
         before, after = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
         lines.append(f"watched classes: {percent(before)} -> {percent(after)}")
     size = (model / store.MODEL).stat().st_size / 1e6
-    lines.append(f"{printable(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s")
-    console = output()
+    lines.append(
+        f"{decode_file_name(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"
+    )
+    console = stdout_console()
     for line in lines:
-        say(console, line)
+        print_line(console, line)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from coda_prompt.cli.options import Device
-from coda_prompt.console import messages, say
+from coda_prompt.console import print_line, stderr_console
 from coda_prompt.errors import BadOption, MissingExtra
 
 app = typer.Typer()
@@ -61,7 +61,9 @@ def serve(
     with _folder(model) as folder, _listening(host, port) as listener:
         service = make_app(Service(folder, batching=batching, device=device), door)
         name = f"[{host}]" if ":" in host else host
-        say(messages(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)")
+        print_line(
+            stderr_console(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)"
+        )
         config = uvicorn.Config(
             service,
             log_level="warning",
@@ -83,8 +85,8 @@ def _folder(model: Path | None) -> Iterator[Path]:
         folder = Path(place) / DEMO
         with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO) as original:
             shutil.copytree(original, folder)
-        say(
-            messages(),
+        print_line(
+            stderr_console(),
             f"A copy of the demo model in {folder}; it is gone when the service ends. To keep what "
             "you teach, serve a model of your own: coda serve MODEL",
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from coda_prompt.console import visible
+from coda_prompt.console import escape_control_characters
 from coda_prompt.data.images import SUFFIXES
 from coda_prompt.errors import MissingData
 
@@ -141,7 +141,7 @@ def _identities_above(root: Path) -> Identities:
 
 def is_valid_class_name(text: str) -> bool:
     """Whether this can be the name of a class: Unicode, no control character, not empty."""
-    return bool(text) and "\n" not in text and visible(text) == text
+    return bool(text) and "\n" not in text and escape_control_characters(text) == text
 
 
 def _named(root: Path, name: str) -> str:

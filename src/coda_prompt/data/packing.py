@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.progress import TimeRemainingColumn
 
-from coda_prompt.console import Bar, messages
+from coda_prompt.console import ProgressBar, stderr_console
 from coda_prompt.data.hf_datasets import PREFIX, StreamedHubSplit, stream_hub_splits
 from coda_prompt.data.shards import CLASSES, NOTE, PARTS, parse_class_list
 from coda_prompt.data.sources import FileSplit, folder_source
@@ -53,7 +53,7 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
         place.put(NOTE, json.dumps({**told, "done": done}).encode())
 
     note()
-    with Bar(messages(), TimeRemainingColumn()) as bar:
+    with ProgressBar(stderr_console(), TimeRemainingColumn()) as bar:
         for part, own in parts.items():
             shards, images = done.get(part, (0, 0))
             line = bar.bar.add_task(f"writing {part}", total=own.total, completed=images)

@@ -32,7 +32,7 @@ from rich.progress import TimeRemainingColumn
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from coda_prompt.console import Bar, messages
+from coda_prompt.console import ProgressBar, stderr_console
 from coda_prompt.data.folders import is_valid_class_name
 from coda_prompt.data.images import SUFFIXES, open_image
 from coda_prompt.data.sources import Integers, Source
@@ -236,7 +236,7 @@ def _made(files: Any, shards: Sequence[str], part: str) -> Index:
     pool = ThreadPoolExecutor(1 if isinstance(files, LocalFileSystem) else READERS)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)
-        bar = stack.enter_context(Bar(messages(), TimeRemainingColumn())).bar
+        bar = stack.enter_context(ProgressBar(stderr_console(), TimeRemainingColumn())).bar
         line = bar.add_task(f"indexing the shards of {part}", total=len(shards))
         found = pool.map(lambda shard: list(_entries(files, shard)), shards)
         for number, entries in enumerate(found):

@@ -11,7 +11,7 @@ import numpy as np
 
 from coda_prompt.data.images import convert_channels
 from coda_prompt.data.resolve import Labelled
-from coda_prompt.errors import listed
+from coda_prompt.errors import join_names
 from coda_prompt.preprocessing import Preprocessing
 
 UNKNOWN = "unknown"
@@ -73,7 +73,7 @@ def summary(images: Labelled) -> str:
     size = f"{smallest[0]} x {smallest[1]}"
     if largest != smallest:
         size += f" to {largest[0]} x {largest[1]}"
-    each = listed([f"{name} {count}" for name, count in counts.items()], 12)
+    each = join_names([f"{name} {count}" for name, count in counts.items()], 12)
     return f"{len(counts)} classes, {sum(counts.values())} images of {size} px: {each}"
 
 
@@ -147,4 +147,4 @@ def _photographs(images: Sequence[Any]) -> bool:
 
 
 def _quoted(names: Sequence[str]) -> str:
-    return listed([f"'{name}'" for name in names])
+    return join_names([f"'{name}'" for name in names])

@@ -23,13 +23,13 @@ from coda_prompt.data.resolve import Labelled, labelled, unlabelled
 from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import (
+    BackboneMismatch,
     BadOption,
     CorruptFile,
     ModelChanged,
     NothingToUndo,
-    NotTaught,
+    NotLearned,
     UnfinishedLesson,
-    WrongBackbone,
 )
 from coda_prompt.learner import advice, store
 from coda_prompt.learner.calibration import (
@@ -252,7 +252,7 @@ class ContinualClassifier:
     def probabilities_of(self, views: Tensor) -> NDArray[np.float64]:
         """As `predict_proba`, of a batch of views: nothing but the passes, for a service."""
         if not self._tasks:
-            raise NotTaught([], [])
+            raise NotLearned([], [])
         with torch.inference_mode():
             scores = self._method.logits(views.to(self._fabric.device)).float().cpu()
         return probabilities(scores.double(), self.temperature).numpy()
@@ -274,7 +274,7 @@ class ContinualClassifier:
         classes = self.classes_
         unknown = [name for name in images.names if name not in classes]
         if unknown:
-            raise NotTaught(unknown, classes)
+            raise NotLearned(unknown, classes)
         rows = _rows(images, classes)
         scores = self._logits(images.split, on_event=on_event)
         right = (scores.argmax(dim=1) == rows).double()
@@ -387,7 +387,7 @@ class ContinualClassifier:
     def export_onnx(self, path: str | Path) -> None:
         """Both passes in one graph, probabilities out, class names inside."""
         if not self._tasks:
-            raise NotTaught([], [])
+            raise NotLearned([], [])
         from coda_prompt.learner.export import export_onnx
 
         export_onnx(self._method, self._model().description, Path(path))
@@ -489,7 +489,7 @@ class ContinualClassifier:
         on_event: OnEvent | None = None,
     ) -> Tensor:
         if not self._tasks:
-            raise NotTaught([], [])
+            raise NotLearned([], [])
         indices = np.arange(len(split)) if chosen is None else chosen
         if not len(indices):
             return torch.zeros(0, len(self.classes_))
@@ -564,7 +564,7 @@ class ContinualClassifier:
             made.backbone_name = description.backbone.name
         found, expected = made._fingerprint, description.backbone.fingerprint
         if found != expected:
-            raise WrongBackbone(place, expected, found)
+            raise BackboneMismatch(place, expected, found)
         if made._pixels() != description.pixels:
             raise CorruptFile(place, "it was learned with other pixels than its backbone has")
         return made

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from coda_prompt.errors import HubProblem
+from coda_prompt.errors import HubError
 from coda_prompt.learner.card import card_of
 from coda_prompt.learner.store import CARD, CONFIG, MODEL, Model, config_text, packed
 
@@ -17,7 +17,7 @@ def fetched(name: str, revision: str | None, token: str | None, endpoint: str | 
     try:
         file = hf_hub_download(name, MODEL, revision=revision, token=token, endpoint=endpoint)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise HubProblem(name, "fetched", error) from error
+        raise HubError(name, "fetched", error) from error
     return Path(file).parent
 
 
@@ -39,5 +39,5 @@ def pushed(
             commit_message=f"{len(model.description.classes)} classes",
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise HubProblem(name, "pushed", error) from error
+        raise HubError(name, "pushed", error) from error
     return str(commit.commit_url)

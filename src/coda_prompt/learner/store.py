@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.data.folders import is_valid_class_name
-from coda_prompt.errors import CorruptFile, MissingData, ModelBusy, NothingToUndo
+from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
 from coda_prompt.learner.card import card_of
 from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
 
@@ -201,7 +201,7 @@ def writing(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
     try:
-        with exclusive_lock(folder, ModelBusy):
+        with exclusive_lock(folder, FolderBusy):
             _recover(folder)
             yield
     finally:

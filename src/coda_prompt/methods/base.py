@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.errors import BadOption, CorruptFile, UnfinishedTask, WrongRows
+from coda_prompt.errors import BadOption, CorruptFile, InvalidLabels, UnfinishedTask
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import Images, Opening, Prefixes, ViT
@@ -135,7 +135,9 @@ class Method(nn.Module):
         seen = self.classes_seen
         new = [row for row in brief.classes if row >= seen]
         if new != list(range(seen, seen + len(new))):
-            raise WrongRows(brief.index, f"{seen} classes are known, new ones cannot be rows {new}")
+            raise InvalidLabels(
+                brief.index, f"{seen} classes are known, new ones cannot be rows {new}"
+            )
         self.in_task = True
         self.task_sizes = torch.cat([self.task_sizes, self.task_sizes.new_tensor([len(new)])])
 

@@ -20,13 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from coda_prompt.errors import (
-    CorruptFile,
-    KeyMismatch,
-    MissingData,
-    ShapeMismatch,
-    UnknownArchitecture,
-)
+from coda_prompt.errors import CorruptFile, MissingData, WeightsMismatch, join_names
 from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import write_atomically
@@ -51,12 +45,18 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
         tensors["reg_token"] = tensors.pop("register_tokens")
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or unexpected:
-        raise KeyMismatch(path, sorted(missing), sorted(unexpected))
+        kinds = (("missing", missing), ("unexpected", unexpected))
+        parts = [f"{kind} {join_names(sorted(keys))}" for kind, keys in kinds if keys]
+        raise WeightsMismatch(path, f"does not fit the architecture: {'; '.join(parts)}")
     weights = {name: _as_float32(path, name, tensors[name]) for name in expected}
     _fit_positions(weights, config)
     for name, shape in expected.items():
         if weights[name].shape != shape:
-            raise ShapeMismatch(path, name, weights[name].shape, shape)
+            problem = (
+                f"'{name}' has shape {tuple(weights[name].shape)}, the architecture needs "
+                f"{tuple(shape)}"
+            )
+            raise WeightsMismatch(path, problem)
     return weights
 
 
@@ -91,15 +91,15 @@ def infer_config(path: Path) -> ViTConfig:
     shapes = {name: tuple(tensor.shape) for name, tensor in _read_tensors(path).items()}
     for name, axes in (("patch_embed.proj.weight", 4), ("pos_embed", 3), (_FIRST_MLP, 2)):
         if len(shapes.get(name, ())) != axes:
-            raise UnknownArchitecture(path, f"it has no '{name}' of {axes} axes, as a ViT has")
+            raise WeightsMismatch(path, f"it has no '{name}' of {axes} axes, as a ViT has")
     width, channels, patch, patch_width = shapes["patch_embed.proj.weight"]
     rows = shapes["pos_embed"][1]
     position_for_class = not _is_square(rows)
     if not _is_square(rows - position_for_class) or patch != patch_width:
         problem = f"{rows} position rows and {patch}x{patch_width} patches make no square image"
-        raise UnknownArchitecture(path, problem)
+        raise WeightsMismatch(path, problem)
     if width % 64:
-        raise UnknownArchitecture(path, f"width {width} does not split in heads of 64 channels")
+        raise WeightsMismatch(path, f"width {width} does not split in heads of 64 channels")
     registers = shapes.get("reg_token", shapes.get("register_tokens", ()))
     return ViTConfig(
         image_size=math.isqrt(rows) * patch,

@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
-from coda_prompt.errors import BadImage, BadImages, CodaError, ModelBusy, NothingToUndo
+from coda_prompt.errors import BadImage, BadImages, CodaError, FolderBusy, NothingToUndo
 from coda_prompt.learner import store
 from coda_prompt.serve.service import Answer, Job, Service
 from coda_prompt.serve.uploads import (
@@ -517,7 +517,7 @@ def _handle_problems(app: FastAPI) -> None:
 
     @app.exception_handler(CodaError)
     async def wrong(_: Request, error: CodaError) -> JSONResponse:
-        busy = isinstance(error, NothingToUndo | ModelBusy)
+        busy = isinstance(error, NothingToUndo | FolderBusy)
         bad = isinstance(error, BadImage | BadImages)
         status = 409 if busy else 422 if bad else 503
         nothing = "There is no earlier version to go back to."

@@ -30,8 +30,8 @@ from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from coda_prompt.console import visible
-from coda_prompt.errors import BadOption, CodaError, Interrupted, LostProcess
+from coda_prompt.console import escape_control_characters
+from coda_prompt.errors import BadOption, CodaError, Interrupted, ProcessDied
 from coda_prompt.methods import Method
 from coda_prompt.shutdown import exit_with_parent
 
@@ -81,7 +81,7 @@ class _Launcher(_SubprocessScriptLauncher):
             codes = [process.poll() for process in self.procs]
             if any(codes):
                 time.sleep(PATIENCE)  # this one may notice by itself, and say it better
-                reason = visible(str(LostProcess(_told())))
+                reason = escape_control_characters(str(_peer_error()))
                 print(f"coda: {reason}", file=sys.stderr, flush=True)  # noqa: T201
                 self._end()
                 os._exit(CodaError.exit_code)
@@ -236,7 +236,7 @@ class Devices:
                     raise
                 if fabric.global_rank:
                     raise SystemExit(CodaError.exit_code) from error
-                raise LostProcess(_told()) from error
+                raise _peer_error() from error
             fabric.barrier()
             distributed.destroy_process_group()
             if fabric.global_rank:
@@ -288,9 +288,8 @@ def _store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
-def _told() -> str:
-    """What the process that failed left to say."""
-    if not distributed.is_initialized():
-        return ""
-    store = _store()
-    return store.get(PROBLEM).decode() if store.check([PROBLEM]) else ""
+def _peer_error() -> CodaError:
+    """The error another rank left in the store; if it left none, it died."""
+    if distributed.is_initialized() and (store := _store()).check([PROBLEM]):
+        return CodaError(store.get(PROBLEM).decode())
+    return ProcessDied("trains this model", "without an error message")

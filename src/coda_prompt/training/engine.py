@@ -22,10 +22,10 @@ from coda_prompt.errors import (
     ClassInTwoTasks,
     CorruptFile,
     EmptyTask,
+    InvalidLabels,
     NonFiniteLoss,
     NotLearned,
     UnfinishedTask,
-    WrongRows,
 )
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
@@ -149,7 +149,7 @@ class Engine:
         labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
         strange = sorted(set(labels.tolist()) - set(classes))
         if strange:
-            raise WrongRows(index, f"images of rows {strange} are not of its classes {classes}")
+            raise InvalidLabels(index, f"images of rows {strange} are not of its classes {classes}")
         before = Snapshot(method)
         try:
             if keeper is None or keeper.found is None or keeper.found.training is None:
@@ -293,7 +293,7 @@ class Engine:
         rows = sorted(classes)
         unknown = [row for row in rows if row >= method.classes_seen]
         if unknown:
-            raise NotLearned(method.name, unknown)
+            raise NotLearned(unknown, [], method.name)
         self._place(method)
         method.eval()
         right = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)

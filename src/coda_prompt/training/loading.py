@@ -18,7 +18,7 @@ from coda_prompt.data.images import (
     view_generator,
 )
 from coda_prompt.data.stream import Samples
-from coda_prompt.errors import CodaError, LostLoader
+from coda_prompt.errors import CodaError, ProcessDied
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.seeding import keyed_generator
 
@@ -144,5 +144,6 @@ def batches(
             yield batch
     except RuntimeError as error:
         if workers and "DataLoader worker" in str(error):
-            raise LostLoader(" ".join(str(error).split("\n", 1)[0].split())) from error
+            cause = " ".join(str(error).split("\n", 1)[0].split())
+            raise ProcessDied("reads images", cause, "with fewer training.workers") from error
         raise
