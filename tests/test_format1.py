@@ -20,6 +20,7 @@ BENCHMARK = "tests/fixtures/format1/tiny.yaml"
 BACKBONE = "tests/fixtures/format1/backbone.safetensors"
 EXPECTED: dict[str, Any] = json.loads((FIXTURES / "expected.json").read_text())
 PROBABILITIES = load_file(FIXTURES / "expected.safetensors")
+TENSORS = load_file(FIXTURES / "tensors.safetensors")
 IMAGES: dict[str, np.ndarray] = dict(np.load(FIXTURES / "images.npz"))
 MODELS, INTERRUPTED = sorted(EXPECTED["models"]), sorted(EXPECTED["interrupted"])
 RUNS = ["coda-p", "dualprompt", "l2p++", "ranpac", "ncm", "ft++", "er-5000", "lwf-mc"]
@@ -53,6 +54,24 @@ def assert_as_recorded(
         assert newest[field] == recorded["newest task"][field]
 
 
+def tensors_of(key: str) -> dict[str, np.ndarray]:
+    return {name: value for name, value in TENSORS.items() if name.startswith(f"{key}/")}
+
+
+def assert_holds(path: Path, recorded: dict[str, np.ndarray]) -> None:
+    """Each recorded tensor is in the file, under whatever name and shape."""
+    assert recorded
+    held = load_file(path).values()
+    for name, tensor in recorded.items():
+        alike = [other for other in held if other.size == tensor.size]
+        scale = max(1.0, float(np.abs(tensor).max()))
+        nearest = min(
+            (float(np.abs(other.ravel() - tensor.ravel()).max()) for other in alike),
+            default=np.inf,
+        )
+        assert nearest <= 1e-4 * scale, f"{name} is off by {nearest}"
+
+
 # -- models
 
 
@@ -67,6 +86,7 @@ def test_a_model_loads_and_learns_a_third_lesson(name: str, tmp_path: Path) -> N
 
     classifier.learn(*lesson("lesson3"))
     classifier.save(folder)
+    assert_holds(folder / "model.safetensors", tensors_of(f"models/{name}"))
     saved = ContinualClassifier.load(folder, device="cpu")
     assert_as_recorded(saved, versions[2], f"models/{name}/version-3", 1e-5)
     saved.undo()
@@ -126,6 +146,7 @@ def test_an_interrupted_lesson_resumes(name: str, tmp_path: Path) -> None:
     assert_as_recorded(classifier, recorded, f"interrupted/{name}", 1e-5)
     classifier.save(folder)
     assert not (folder / ".progress").exists()
+    assert_holds(folder / "model.safetensors", tensors_of(f"interrupted/{name}"))
 
 
 def test_coda_learn_resumes_an_interrupted_lesson(tmp_path: Path) -> None:
@@ -189,9 +210,12 @@ def test_interrupted_runs_resume(tmp_path: Path) -> None:
     logs = {m: out / "tiny" / m / "trial-0" / "events.jsonl" for m in INTERRUPTED_RUNS}
     before = {method: log.read_text() for method, log in logs.items()}
     chosen = ",".join(INTERRUPTED_RUNS)
-    done = coda("bench", BENCHMARK, "--methods", chosen, "--out", str(out), "--json", cwd=ROOT)
+    arguments = ("--methods", chosen, "--out", str(out), "--json", "--keep")
+    done = coda("bench", BENCHMARK, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for method, recorded in INTERRUPTED_RUNS.items():
+        kept = f"tiny/{method}/trial-0/learned.safetensors"
+        assert_holds(out / kept, load_file(FIXTURES / "runs" / kept))
         assert_close(result_of(out, method), recorded, method)
         assert not (out / "tiny" / method / "trial-0" / "checkpoints").exists()
         assert logs[method].read_text().startswith(before[method]), "it started anew"
