@@ -157,7 +157,7 @@ def test_runs_behind_an_address(
         (("--cpus", "1"), "add --executor ray"),
         (("--strategy", "fsdp"), "more than one device"),
         (("--out", "memory://x", "--jobs", "2"), "memory is not shared"),
-        (("--out", "no-such-protocol://x"), "no address that can be used"),
+        (("--out", "no-such-protocol://x"), "not a URL that can be used"),
     ],
 )
 def test_what_cannot_be_asked_for(

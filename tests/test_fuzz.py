@@ -256,7 +256,7 @@ def test_damaged_models(examples: int, tmp_path: Path) -> None:
     taught(range(2), [2], method="ncm").save(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
-    expected = store.unpacked(whole, file)
+    expected = store.decode_model(whole, file)
 
     def check(change: Change) -> None:
         file.write_bytes(change(whole))

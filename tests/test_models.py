@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 import torch
 from drawings import NAMES, SOURCE, assert_same, drawings, taught, tensors
 from PIL import Image
+from safetensors.torch import save_file
 from small import coda, started_coda
 from torch.nn import functional as F
 
@@ -36,6 +36,7 @@ from coda_prompt.errors import (
     UnfinishedLesson,
 )
 from coda_prompt.learner import store
+from coda_prompt.storage.tensors import read_tensors, write_tensors
 from coda_prompt.training.settings import Event
 
 
@@ -267,7 +268,7 @@ def test_a_folder_with_other_things_is_not_written_to(tmp_path: Path) -> None:
         classifier.save(tmp_path)
     assert (tmp_path / "README.md").read_text() == "my project"
     (tmp_path / "model.safetensors").write_bytes(b"a model of somebody else")
-    with pytest.raises(CorruptFile, match="not a model of this program"):
+    with pytest.raises(CorruptFile, match="not a model of coda-prompt"):
         classifier.save(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == b"a model of somebody else"
 
@@ -371,14 +372,15 @@ def test_a_damaged_model_is_refused(how: str, tmp_path: Path) -> None:
 def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Rewrite a model's description with a right hash, as a stranger could."""
     file = folder / "model.safetensors"
-    header, body = store._parts(file.read_bytes(), file)
-    description = json.loads(header["__metadata__"]["description"])
+    content = read_tensors(file)
+    description = content.description
+    assert description is not None
     replaced = change(description)
-    text = json.dumps(description if replaced is None else replaced)
-    digest = hashlib.sha256(text.encode() + body).hexdigest()
-    header["__metadata__"] = {"description": text, "sha256": digest}
-    start = json.dumps(header).encode()
-    file.write_bytes(len(start).to_bytes(8, "little") + start + body)
+    forged: Any = description if replaced is None else replaced
+    if isinstance(forged, dict):
+        write_tensors(file, content.tensors, forged)
+    else:
+        save_file(content.tensors, file, {"description": json.dumps(forged)})
 
 
 def _rename_first(description: dict[str, Any], name: str) -> None:
@@ -456,7 +458,7 @@ def test_a_save_cut_off_at_any_step_leaves_one_whole_version(
                 second.save(folder)
         found = ContinualClassifier.load(folder)
         assert found.classes_ in (first.classes_, second.classes_)
-        with store.writing(folder):
+        with store.exclusive_writer(folder):
             pass  # the next writer finishes what was cut off
         found = ContinualClassifier.load(folder)
         if found.classes_ == second.classes_:
@@ -466,7 +468,7 @@ def test_a_save_cut_off_at_any_step_leaves_one_whole_version(
 
 def test_one_writer_at_a_time(tmp_path: Path, drawing_folders: Path) -> None:
     taught(range(2), method="ncm").save(tmp_path)
-    with store.writing(tmp_path):
+    with store.exclusive_writer(tmp_path):
         with pytest.raises(FolderBusy, match=str(os.getpid())):
             taught(range(2), method="ncm").save(tmp_path)
         assert ContinualClassifier.load(tmp_path).classes_, "readers go on"
@@ -526,7 +528,7 @@ def test_a_file_does_not_say_how_many_processes_read_images(tmp_path: Path) -> N
     model = store.read_model(tmp_path)
     training = {**model.description.training, "workers": 200}
     changed = model.description.model_copy(update={"training": training})
-    (tmp_path / store.MODEL).write_bytes(store.packed(store.Model(changed, model.tensors)))
+    (tmp_path / store.MODEL).write_bytes(store.encode_model(store.Model(changed, model.tensors)))
     assert ContinualClassifier.load(tmp_path)._training.workers == 0
 
 
@@ -534,7 +536,7 @@ def test_a_seed_that_cannot_be_is_refused(tmp_path: Path) -> None:
     taught(range(2)).save(tmp_path)
     model = store.read_model(tmp_path)
     model.tensors["statistics.seed"].fill_(-1)
-    (tmp_path / "model.safetensors").write_bytes(store.packed(model))
+    (tmp_path / "model.safetensors").write_bytes(store.encode_model(model))
     with pytest.raises(CorruptFile, match="cannot be"):
         ContinualClassifier.load(tmp_path)
 
@@ -569,7 +571,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = store.read_model(tmp_path)
     broken = {name: tensor.clone() for name, tensor in model.tensors.items()}
     broken["sums"][0, 0] = float("nan")
-    (tmp_path / store.MODEL).write_bytes(store.packed(store.Model(model.description, broken)))
+    (tmp_path / store.MODEL).write_bytes(store.encode_model(store.Model(model.description, broken)))
     with pytest.raises(CorruptFile, match="cannot be"):
         ContinualClassifier.load(tmp_path)
 

@@ -85,7 +85,7 @@ def test_answers_are_the_classifier_s(client: httpx.Client, model: Path) -> None
     held[0]["data"] = f"data:image/png;base64,{held[0]['data']}"
     as_json = client.post("/v1/predict?top=6", json={"images": held}).json()
     for told in (as_form, as_json):
-        assert told["version"] == f"2-{store.digest_on_disk(model)[:8]}"  # type: ignore[index]
+        assert told["version"] == f"2-{store.model_sha256(model)[:8]}"  # type: ignore[index]
         for found, chances in zip(told["predictions"], expected, strict=True):
             given = {each["label"]: each["probability"] for each in found["top"]}
             values = [given[name] for name in NAMES[:6]]
@@ -311,9 +311,9 @@ def test_what_was_asked_is_answered_before_the_end(model: Path) -> None:
 def test_a_lesson_that_was_saved_is_done_though_its_process_died(own: Path) -> None:
     images, labels = drawings([9], 5)
     with served(str(own)) as client:
-        before = store.digest_on_disk(own)
+        before = store.model_sha256(own)
         job = teach(client, images, labels)
-        while store.digest_on_disk(own) == before:
+        while store.model_sha256(own) == before:
             time.sleep(0.001)
         for child in children_of(client.pid):  # type: ignore[attr-defined]
             with contextlib.suppress(ProcessLookupError):

@@ -18,7 +18,7 @@ from coda_prompt.bench.runner import OnEvent, Run, run_in_turn, write_json
 from coda_prompt.console import stderr_console
 from coda_prompt.errors import BadOption, FolderBusy
 from coda_prompt.storage.files import exclusive_lock
-from coda_prompt.storage.mirror import Mirror, local_copy
+from coda_prompt.storage.remote import Mirror, local_folder
 from coda_prompt.training.devices import Devices, check_shardable
 
 
@@ -52,11 +52,11 @@ class RunOptions:
     @property
     def folder(self) -> Path:
         """Here; where `out` is an address, a copy."""
-        return local_copy(self.out)[0]
+        return local_folder(self.out)[0]
 
     @property
     def home(self) -> str | None:
-        return local_copy(self.out)[1]
+        return local_folder(self.out)[1]
 
     @cached_property
     def mirror(self) -> Mirror | None:

@@ -18,7 +18,6 @@ import numpy as np
 from lightning_fabric import Fabric
 from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
-from safetensors.torch import save
 
 from coda_prompt import methods
 from coda_prompt.bench.config import Benchmark
@@ -31,8 +30,9 @@ from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
 from coda_prompt.shutdown import ShutdownFlag
 from coda_prompt.storage.files import as_json, exclusive_lock, write_atomically
-from coda_prompt.storage.mirror import Mirror
-from coda_prompt.training.checkpointing import Checkpoint, Checkpointer, heed, tensors_sha256
+from coda_prompt.storage.remote import Mirror
+from coda_prompt.storage.tensors import tensors_sha256, write_tensors
+from coda_prompt.training.checkpointing import Checkpoint, Checkpointer, heed
 from coda_prompt.training.devices import Devices, agreed
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -225,8 +225,7 @@ def execute(
             logger.finalize("success")
         seconds = clock() - started
         if run.keep:
-            learned = {key: held.cpu().contiguous() for key, held in method.learned_state().items()}
-            write_atomically(run.folder / LEARNED, save(learned))
+            write_tensors(run.folder / LEARNED, method.learned_state(), {"method": run.method})
         sizes = [len(task.classes) for task in stream.tasks]
         write_json(
             run.folder / RESULT,

@@ -153,9 +153,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write tables and plots of finished runs: terminal, Markdown, CSV, LaTeX and one HTML page."""
-    from coda_prompt.storage.mirror import Mirror, local_copy
+    from coda_prompt.storage.remote import Mirror, local_folder
 
-    folder, home = local_copy(runs)
+    folder, home = local_folder(runs)
     if home is not None:
         with tempfile.TemporaryDirectory() as copy:  # a benchmark may be running in its own copy
             Mirror(Path(copy) / "runs", home).pull()

@@ -101,7 +101,7 @@ def learn(
     with devices.launch_processes() as fabric, contextlib.ExitStack() as heeding:
         console, first = stderr_console(), fabric.global_rank == 0
         if first:
-            heeding.enter_context(store.writing(model))
+            heeding.enter_context(store.exclusive_writer(model))
         if (model / store.MODEL).exists():
             classifier = ContinualClassifier.load(model, fabric=fabric)
             _refuse_changes(classifier, backbone, method)
@@ -286,7 +286,7 @@ def undo(model: Model) -> None:
 
     with contextlib.suppress(CorruptFile):  # a folder that is no model is told so
         store.read_model(model)
-    with store.writing(model):
+    with store.exclusive_writer(model):
         store.restore_previous(model)
     kept = store.read_model(model).description
     where = decode_file_name(str(model))

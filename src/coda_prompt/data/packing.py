@@ -140,31 +140,31 @@ class _Behind:
 
     def note(self) -> bytes | None:
         try:
-            held: bytes = self._there.ask("cat_file", f"{self._there.root}/{NOTE}")
+            held: bytes = self._there.call("cat_file", f"{self._there.root}/{NOTE}")
             return held
         except FileNotFoundError:
             return None
 
     def names(self) -> set[str]:
         root = self._there.root
-        listed = self._there.ask("ls", root, False) if self._there.ask("exists", root) else []
+        listed = self._there.call("ls", root, False) if self._there.call("exists", root) else []
         return {str(path).rpartition("/")[2] for path in listed}
 
     def clear(self) -> None:
         """Of shards; what is no work of ours is not touched."""
         names = self.names()
         if names and NOTE not in names:
-            raise _not_empty(self._there.address)
-        self._there.ask("makedirs", self._there.root, True)
+            raise _not_empty(self._there.url)
+        self._there.call("makedirs", self._there.root, True)
         for name in names:
             if name.endswith(".tar"):
-                self._there.ask("rm_file", f"{self._there.root}/{name}")
+                self._there.call("rm_file", f"{self._there.root}/{name}")
 
     def put(self, name: str, content: bytes) -> None:
-        self._there.ask("pipe_file", f"{self._there.root}/{name}", content)
+        self._there.call("pipe_file", f"{self._there.root}/{name}", content)
 
     def finish(self) -> None:
-        self._there.ask("rm_file", f"{self._there.root}/{NOTE}")
+        self._there.call("rm_file", f"{self._there.root}/{NOTE}")
 
 
 def _not_empty(out: str) -> BadOption:

@@ -312,8 +312,8 @@ class ContinualClassifier:
         read from there is not.
         """
         place = Path(folder)
-        with store.writing(place):
-            home = (place.resolve(), store.digest_on_disk(place))
+        with store.exclusive_writer(place):
+            home = (place.resolve(), store.model_sha256(place))
             if self._home is not None and self._home[0] == home[0] and self._home != home:
                 raise ModelChanged(place)
             self.write(place)
@@ -322,7 +322,7 @@ class ContinualClassifier:
         """As `save`, for one who holds the folder's lock already."""
         model = self._model()
         store.write_model(folder, model, self._past())
-        self._current, self._home = model, (folder.resolve(), store.digest_on_disk(folder))
+        self._current, self._home = model, (folder.resolve(), store.model_sha256(folder))
         if self._kept is not None:
             self._kept.remove()
             self._kept = None
@@ -345,7 +345,7 @@ class ContinualClassifier:
         made = cls._made_as(model.description, place, backbone, device, fabric)
         made._take(model, place)
         made._current, made._previous = model, place
-        made._home = (place.resolve(), store.digest_on_disk(place))
+        made._home = (place.resolve(), store.model_sha256(place))
         return made
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from coda_prompt.errors import HubError
 from coda_prompt.learner.card import card_of
-from coda_prompt.learner.store import CARD, CONFIG, MODEL, Model, config_text, packed
+from coda_prompt.learner.store import CARD, CONFIG, MODEL, Model, config_text, encode_model
 
 
 def fetched(name: str, revision: str | None, token: str | None, endpoint: str | None) -> Path:
@@ -26,7 +26,7 @@ def pushed(
 ) -> str:
     """One commit with all files; the address of the commit."""
     files = {
-        MODEL: packed(model),
+        MODEL: encode_model(model),
         CONFIG: config_text(model).encode(),
         CARD: card_of(model.description).encode(),
     }

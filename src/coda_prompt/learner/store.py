@@ -13,7 +13,6 @@ the card are copies for people and for the hub.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -22,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.data.folders import is_valid_class_name
 from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
 from coda_prompt.learner.card import card_of
 from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
+from coda_prompt.storage.tensors import decode_tensors, encode_tensors, stated_sha256
 
 FORMAT = 1
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
@@ -37,7 +35,6 @@ CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
 """The folder of a training that is under way."""
 LESSON = ".learning.json"
-LARGEST_HEADER = 100 * 2**20
 
 
 class TaskRecord(FileSchema):
@@ -99,37 +96,28 @@ class Model:
     tensors: dict[str, Tensor]
 
 
-def packed(model: Model) -> bytes:
-    """The content of a model's file; equal models give equal bytes."""
-    tensors = {name: model.tensors[name].cpu().contiguous() for name in sorted(model.tensors)}
-    description = json.dumps(model.description.model_dump(mode="json"), sort_keys=True)
-    header, body = _parts(save({name: held.clone() for name, held in tensors.items()}), "a model")
-    digest = hashlib.sha256(description.encode() + body).hexdigest()
-    header["__metadata__"] = {"description": description, "sha256": digest}
-    text = json.dumps(header, sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + body
+def encode_model(model: Model) -> bytes:
+    """Return the content of a model's file; equal models give equal bytes."""
+    return encode_tensors(model.tensors, model.description.model_dump(mode="json"))
 
 
-def unpacked(content: bytes, path: object) -> Model:
-    """The reverse, with everything checked."""
-    header, body = _parts(content, path)
-    held = header.get("__metadata__")
-    if not isinstance(held, dict) or not {"description", "sha256"} <= held.keys():
-        raise CorruptFile(path, "is not a model of this program")
-    text = str(held["description"])
-    if hashlib.sha256(text.encode() + body).hexdigest() != held["sha256"]:
-        raise CorruptFile(path, "was changed or damaged: its content does not fit its hash")
-    try:
-        description = Description.model_validate_json(text)
-        tensors = load(content)
+def decode_model(content: bytes, path: object) -> Model:
+    """Parse and check the content of a model's file.
+
+    Raises:
+        CorruptFile: It is damaged, truncated or not a model.
+    """
+    file = decode_tensors(content, path)
+    if file.description is None:
+        raise CorruptFile(path, "is not a model of coda-prompt")
+    try:  # as JSON, whose strict types are those of the file
+        description = Description.model_validate_json(json.dumps(file.description))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise CorruptFile(path, f"its description is wrong: {where}: {first['msg']}") from error
-    except SafetensorError as error:
-        raise CorruptFile(path, f"cannot be read ({error})") from error
-    return Model(description, tensors)
+        field = ".".join(str(part) for part in first["loc"]) or "it"
+        problem = f"its description is invalid: {field}: {first['msg']}"
+        raise CorruptFile(path, problem) from error
+    return Model(description, file.tensors)
 
 
 def read_model(folder: Path) -> Model:
@@ -157,11 +145,11 @@ def read_previous(folder: Path) -> Model | None:
 def write_model(folder: Path, model: Model, previous: Model | None) -> None:
     """Replace the folder's model; whenever this stops, a reader finds one whole version."""
     if previous is None:
-        write_atomically(folder / MODEL, packed(model))
+        write_atomically(folder / MODEL, encode_model(model))
         (folder / PREVIOUS).unlink(missing_ok=True)
     else:
-        write_atomically(folder / NEXT, packed(model))
-        write_atomically(folder / PREVIOUS, packed(previous))
+        write_atomically(folder / NEXT, encode_model(model))
+        write_atomically(folder / PREVIOUS, encode_model(previous))
         os.replace(folder / NEXT, folder / MODEL)
     _write_copies(folder, model)
 
@@ -195,7 +183,7 @@ def end_lesson(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def exclusive_writer(folder: Path) -> Iterator[None]:
     """One writer at a time; a save that had been cut off is finished first."""
     fresh = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,18 +200,9 @@ def writing(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def digest_on_disk(folder: Path) -> str | None:
-    """The hash that a folder's model names in its header; None: there is no such model."""
-    try:
-        return str(json.loads(_header(folder / MODEL))["__metadata__"]["sha256"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def _header(path: Path) -> bytes:
-    """Of a safetensors file, whose body is not read."""
-    with path.open("rb") as file:
-        return file.read(min(int.from_bytes(file.read(8), "little"), LARGEST_HEADER))
+def model_sha256(folder: Path) -> str | None:
+    """Return the hash in the header of a folder's model; None if there is no model."""
+    return stated_sha256(folder / MODEL)
 
 
 def size_on_disk(folder: Path) -> dict[str, int]:
@@ -234,8 +213,8 @@ def size_on_disk(folder: Path) -> dict[str, int]:
 def _refuse_foreign(folder: Path) -> None:
     """A folder with other things in it is not ours to write to."""
     if (folder / MODEL).exists():
-        if b'"description"' not in _header(folder / MODEL):
-            raise CorruptFile(folder / MODEL, "is not a model of this program")
+        if model_sha256(folder) is None and not (folder / PREVIOUS).exists():
+            raise CorruptFile(folder / MODEL, "is not a model of coda-prompt")
         return
     ours = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON}
     others = [entry.name for entry in folder.iterdir() if entry.name not in ours]
@@ -294,18 +273,4 @@ def _read(folder: Path, name: str) -> Model:
             f"cannot be read ({error.strerror})",
             "Point at a folder that 'coda learn' made.",
         ) from error
-    return unpacked(content, path)
-
-
-def _parts(content: bytes, path: object) -> tuple[dict[str, Any], bytes]:
-    """Header and body of a safetensors file."""
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(LARGEST_HEADER, len(content) - 8):
-        raise CorruptFile(path, "is cut off or no safetensors file")
-    try:
-        header = json.loads(content[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(path, "has no readable header") from error
-    if not isinstance(header, dict):
-        raise CorruptFile(path, "has no readable header")
-    return header, content[8 + length :]
+    return decode_model(content, path)

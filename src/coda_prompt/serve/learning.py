@@ -109,7 +109,7 @@ class Lesson:
 
 def learn(model: Path, examples: list[Example]) -> None:
     lesson = Lesson(examples)
-    with store.writing(model):
+    with store.exclusive_writer(model):
         classifier = ContinualClassifier.load(model)
         watch = watched(classifier)
         learned = classifier.learn(lesson, watch=watch, on_event=Progress().on_event)

@@ -205,15 +205,15 @@ class Service:
 
     def _read(self) -> Version:
         classifier = ContinualClassifier.load(self.folder, device=self.device)
-        digest = store.digest_on_disk(self.folder) or ""
+        digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))
 
     def _is_current(self) -> bool:
         """Whether the model on disk is the one that answers."""
-        digest = store.digest_on_disk(self.folder) or ""
+        digest = store.model_sha256(self.folder) or ""
         return self.current.name.endswith(f"-{digest[:8]}")
 
     def _undo(self) -> None:
-        with store.writing(self.folder):
+        with store.exclusive_writer(self.folder):
             store.restore_previous(self.folder)

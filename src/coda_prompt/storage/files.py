@@ -1,4 +1,4 @@
-"""Files that are never half-written, and their hashes."""
+"""Atomic files, folder locks, file hashes and the user's cache directory."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ OWNER = f"{LOCK}.owner"
 
 
 class FileSchema(BaseModel):
-    """What a file of this program says; a field that is unknown or of another type is damage."""
+    """Base class for the content of JSON files; unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The file holds the old content or the new, whenever the machine stops."""
+    """Write a file that has the old or the new content even after a crash or power loss."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        _write(temporary, content)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # a full disk names no file
+        if error.filename is None and error.errno is not None:  # "disk full" names no file
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync_folder(folder: Path) -> None:
-    """Where the system can: the new name, too, is there after a power cut."""
+    """Make a rename durable, on systems that can sync a directory."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            os.fsync(descriptor)
         finally:
-            os.close(handle)
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iterator[None]:
-    """One writer at a time. The system frees the lock of a process that died."""
+    """Lock a folder for one process at a time.
+
+    The operating system releases the lock of a process that dies.
+
+    Args:
+        folder: An existing folder.
+        busy: Makes the exception to raise from the folder and the pid that has the lock.
+    """
     lock, owner = filelock.FileLock(folder / LOCK, timeout=0), folder / OWNER
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise busy(folder, _text(owner)) from None
+        raise busy(folder, _read_pid(owner)) from None
     try:
         write_atomically(owner, f"{os.getpid()}".encode())
         yield
@@ -71,7 +74,7 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
         lock.release()
 
 
-def _text(path: Path) -> str:
+def _read_pid(path: Path) -> str:
     try:
         return path.read_text("utf-8", "replace")[:100]
     except OSError:
@@ -79,16 +82,17 @@ def _text(path: Path) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """A value as a JSON file gives it back: tuples as lists, keys as text."""
+    """Return a value as a JSON file would give it back: tuples as lists, keys as strings."""
     return json.loads(json.dumps(value))
 
 
 def user_cache_dir() -> Path:
-    """What this user's runs keep for later and can make again."""
+    """Return the folder for files that can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
 
 
 def file_sha256(path: Path) -> str:
+    """Hash a file in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

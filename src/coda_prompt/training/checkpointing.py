@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import Method
-from coda_prompt.storage.files import FileSchema, file_sha256, write_atomically
+from coda_prompt.storage.files import FileSchema, write_atomically
+from coda_prompt.storage.tensors import read_tensors, stated_sha256, tensors_sha256, write_tensors
 from coda_prompt.training.settings import Event
 
 log = logging.getLogger(__name__)
@@ -235,19 +234,15 @@ class Checkpointer:
         }
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], appended: list[str]) -> TensorFile:
-        held = {key: value.cpu().contiguous().clone() for key, value in tensors.items()}
-        content = save(held)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / name, content)
-        digest = hashlib.sha256(content).hexdigest()
-        return TensorFile(name=name, sha256=digest, size=len(content), appended=appended)
+        path = self.folder / name
+        write_tensors(path, tensors, {})
+        digest, size = stated_sha256(path), path.stat().st_size
+        assert digest is not None
+        return TensorFile(name=name, sha256=digest, size=size, appended=appended)
 
     def _tensors(self, file: TensorFile) -> dict[str, Tensor]:
-        path = self.folder / file.name
-        try:
-            return load(path.read_bytes())
-        except SafetensorError as error:
-            raise CorruptFile(path, "is not what a training left") from error
+        return read_tensors(self.folder / file.name).tensors
 
     def _write_checkpoint(self, task: int, going: Going, training: TensorFile | None) -> None:
         self._number += 1
@@ -321,8 +316,10 @@ class Checkpointer:
             try:
                 if path.stat().st_size != file.size:
                     return f"{file.name} is cut off"
-                if file_sha256(path) != file.sha256:
+                if read_tensors(path).sha256 != file.sha256:
                     return f"{file.name} is damaged"
+            except CorruptFile as error:
+                return f"{file.name} {error.problem}"
             except OSError as error:
                 return f"{file.name} cannot be read: {error.strerror}"
         return None
@@ -358,16 +355,6 @@ def _number(path: Path) -> int:
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Equal for tensors of the same names, types, shapes and bits."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        values = tensor.detach().cpu().contiguous()
-        digest.update(f"{name}{values.dtype}{tuple(values.shape)}".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def heed(stop: Callable[[], bool], event: Event) -> None:
