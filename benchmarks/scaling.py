@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from speed import machine, show
 
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.packing import pack
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.data.shards import shard_source
-from coda_prompt.data.sources import folder_source
 from coda_prompt.storage.files import write_atomically
 
 PREFIX = (sys.executable, "-m", "coda_prompt", "bench", "pocket", "--set", "training.epochs=1")

@@ -25,10 +25,11 @@ from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source
 from coda_prompt.cli import app
 from coda_prompt.data import hf_datasets, packing
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.hf_datasets import hub_source, open_hub_split, stream_hub_splits
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
-from coda_prompt.data.sources import Source, folder_source
+from coda_prompt.data.sources import Source
 from coda_prompt.errors import BadImage, BadOption, MissingData, MissingExtra
 
 SIZES = {"train": 7, "test": 3}

@@ -42,12 +42,12 @@ def noise(height: int, width: int, *channels: int, seed: int = 0) -> NDArray[np.
 
 
 def photo(width: int, height: int) -> Image.Image:
-    """Smooth, as photographs are."""
+    """A smooth random image."""
     return Image.fromarray(noise(8, 10, 3)).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims to be of this size and has next to no data."""
+    """A PNG whose header states this size, with little data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         body = kind + data
@@ -64,9 +64,7 @@ def png_header(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     "suffix", ["png", "bmp", "gif", "tif", "tiff", "webp", "ppm", "jp2", "jpg", "jpeg", "avif"]
 )
-def test_an_image_of_each_format_is_decoded_usable_and_picklable(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_every_format_decodes_to_a_usable_picklable_image(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     Image.new("RGB", (16, 12), (200, 40, 90)).save(path)
     image = open_image(path)
@@ -89,7 +87,7 @@ def test_opened_files_are_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
-def test_an_image_is_turned_upright_once(tmp_path: Path, suffix: str, orientation: int) -> None:
+def test_exif_orientation_is_applied_once(tmp_path: Path, suffix: str, orientation: int) -> None:
     upright = np.zeros((16, 32), np.uint8)
     upright[:8, :16] = 255  # the upper left quarter is white
     undo: dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {
@@ -114,13 +112,13 @@ def test_an_image_is_turned_upright_once(tmp_path: Path, suffix: str, orientatio
     assert image.getexif().get(0x0112, 1) == 1  # nobody turns it again
 
 
-def test_damaged_metadata_does_not_cost_the_image(tmp_path: Path) -> None:
+def test_image_with_damaged_metadata_still_opens(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (8, 6), "red").save(path, exif=b"Exif\x00\x00garbage, no TIFF header")
     assert open_image(path).size == (8, 6)
 
 
-def test_an_animation_shows_its_first_frame(tmp_path: Path) -> None:
+def test_animation_opens_as_its_first_frame(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
     for suffix in ("gif", "png", "webp"):
         path = tmp_path / f"a.{suffix}"
@@ -146,9 +144,7 @@ def damaged() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", damaged())
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_file_that_cannot_be_decoded_is_a_bad_image_with_its_path(
-    tmp_path: Path, name: str
-) -> None:
+def test_undecodable_file_raises_bad_image_with_its_path(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(damaged()[name])
     with pytest.raises(BadImage, match=name):
@@ -156,14 +152,14 @@ def test_a_file_that_cannot_be_decoded_is_a_bad_image_with_its_path(
 
 
 @pytest.mark.filterwarnings("error::PIL.Image.DecompressionBombWarning")
-def test_a_bomb_is_a_bad_image_where_warnings_are_errors(tmp_path: Path) -> None:
+def test_decompression_bomb_raises_bad_image_when_warnings_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     path.write_bytes(png_header(10_000, 10_000))
     with pytest.raises(BadImage, match="large"):
         open_image(path)
 
 
-def test_the_bound_on_pixels_holds_where_pillow_has_none(
+def test_pixel_limit_applies_without_pillows_own_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
@@ -174,21 +170,21 @@ def test_the_bound_on_pixels_holds_where_pillow_has_none(
         open_image(path)
 
 
-def test_a_format_whose_decoder_starts_a_program_is_not_tried(tmp_path: Path) -> None:
+def test_formats_whose_decoder_starts_a_program_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "postscript.png"
     path.write_bytes(damaged()[path.name])
     with pytest.raises(BadImage, match="in none of the formats JPEG, PNG, "):
         open_image(path)
 
 
-def test_what_is_no_file_is_a_bad_image(tmp_path: Path) -> None:
+def test_missing_file_or_named_pipe_raises_bad_image(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     for path in (tmp_path / "none.jpg", tmp_path, tmp_path / "pipe.jpg"):
         with pytest.raises(BadImage, match="no such file"):
             open_image(path)
 
 
-def test_colours_that_have_no_rgb_are_a_bad_image(tmp_path: Path) -> None:
+def test_color_mode_without_rgb_conversion_raises_bad_image(tmp_path: Path) -> None:
     path = tmp_path / "lab.tif"
     Image.new("LAB", (4, 4)).save(path)
     with pytest.raises(BadImage, match="LAB"):
@@ -197,7 +193,7 @@ def test_colours_that_have_no_rgb_are_a_bad_image(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_random_damage_gives_an_image_or_a_bad_image(
+def test_randomly_damaged_file_opens_or_raises_bad_image(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kind = data.draw(st.sampled_from(["JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"]))
@@ -215,19 +211,19 @@ def test_random_damage_gives_an_image_or_a_bad_image(
 # --- channels ---
 
 
-def test_grey_and_rgb_turn_into_each_other_as_pillow_does_it() -> None:
+def test_grey_and_rgb_are_converted_as_pillow_does() -> None:
     grey = Image.fromarray(np.array([[0, 100, 255]], np.uint8))
     assert np.asarray(convert_channels(grey, 3)).tolist() == [[[0] * 3, [100] * 3, [255] * 3]]
     rgb = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0], [0, 0, 255]]], np.uint8))
     assert np.asarray(convert_channels(rgb, 1)).tolist() == [[76, 150, 29]]
 
 
-def test_an_image_that_fits_is_not_copied() -> None:
+def test_image_in_the_right_mode_is_not_copied() -> None:
     image = Image.new("RGB", (3, 3))
     assert convert_channels(image, 3) is image
 
 
-def test_alpha_lies_over_white() -> None:
+def test_alpha_is_composited_over_white() -> None:
     rgba = np.array([[[255, 0, 0, 255], [255, 0, 0, 0], [0, 0, 0, 128]]], np.uint8)
     expected = [[[255, 0, 0], [255, 255, 255], [127, 127, 127]]]
     assert np.asarray(convert_channels(Image.fromarray(rgba), 3)).tolist() == expected
@@ -235,7 +231,7 @@ def test_alpha_lies_over_white() -> None:
     assert np.asarray(convert_channels(grey_alpha, 1)).tolist() == [[76, 255, 127]]
 
 
-def test_a_transparent_colour_lies_over_white(tmp_path: Path) -> None:
+def test_transparent_color_is_composited_over_white(tmp_path: Path) -> None:
     palette = Image.new("P", (2, 1))
     palette.putpalette([0, 0, 255, 0, 255, 0])
     palette.putdata([0, 1])
@@ -247,7 +243,7 @@ def test_a_transparent_colour_lies_over_white(tmp_path: Path) -> None:
         assert np.asarray(image).tolist() == [[[0, 0, 255], [255, 255, 255]]]
 
 
-def test_a_palette_is_resolved() -> None:
+def test_palette_is_converted() -> None:
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 40, 50, 60])
     palette.putdata([1, 0])
@@ -264,7 +260,7 @@ def test_cmyk_and_black_and_white_become_rgb(tmp_path: Path) -> None:
     assert np.asarray(convert_channels(bits, 3)).tolist() == [[[255] * 3, [0] * 3]]
 
 
-def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
+def test_sixteen_bit_values_are_scaled_not_clipped(tmp_path: Path) -> None:
     values = np.array([[0, 257, 32768, 65278, 65535]], np.uint16)
     expected = [[0, 1, 128, 254, 255]]
     Image.fromarray(values).save(tmp_path / "a.png")
@@ -275,14 +271,14 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
     assert np.asarray(convert_channels(Image.fromarray(values), 3))[0, 2].tolist() == [128] * 3
 
 
-def test_floating_point_pixels_are_taken_as_zero_to_one_or_as_levels() -> None:
+def test_float_pixels_are_read_as_zero_to_one_or_zero_to_255() -> None:
     unit = Image.fromarray(np.array([[0.0, 0.5, 1.0, np.nan]], np.float32))
     assert np.asarray(convert_channels(unit, 1)).tolist() == [[0, 128, 255, 0]]
     levels = Image.fromarray(np.array([[-3.0, 17.0, 300.0]], np.float32))
     assert np.asarray(convert_channels(levels, 1)).tolist() == [[0, 17, 255]]
 
 
-def test_other_numbers_of_channels_are_refused() -> None:
+def test_other_channel_counts_are_rejected() -> None:
     with pytest.raises(BadOption, match="1 or 3 channels, not 4"):
         convert_channels(Image.new("RGB", (2, 2)), 4)
 
@@ -295,7 +291,7 @@ def crops(width: int, height: int, augmentation: Augmentation, count: int) -> ND
     return np.array([crop_box(width, height, augmentation, rng) for _ in range(count)])
 
 
-def test_crop_area_is_uniform_ratio_log_uniform_and_place_uniform() -> None:
+def test_crop_area_and_position_are_uniform_and_ratio_log_uniform() -> None:
     boxes = crops(1000, 1000, Augmentation(scale=(0.25, 0.5)), 8000)  # every first try fits
     widths, heights = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     areas = widths * heights / 1e6
@@ -333,7 +329,7 @@ def test_default_crops_follow_torchvisions_rejection_rule() -> None:
         ((5000, 1), (2499, 0, 2500, 1)),
     ],
 )
-def test_an_image_that_no_crop_fits_gives_its_central_part(
+def test_image_that_no_crop_fits_gives_the_central_crop(
     size: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     assert crop_box(*size, Augmentation(scale=(0.9, 1.0)), np.random.default_rng(0)) == expected
@@ -344,25 +340,25 @@ class Highest(np.random.Generator):
         return 1 - 2**-53
 
 
-def test_when_ten_tries_fail_on_an_image_of_allowed_shape_all_of_it_is_taken() -> None:
+def test_whole_image_is_used_after_ten_failed_draws() -> None:
     always_wide = Augmentation(scale=(1.0, 1.0), ratio=(0.5, 2.0))
     assert crop_box(100, 80, always_wide, Highest(np.random.PCG64(0))) == (0, 0, 100, 80)
 
 
-def test_a_crop_reaches_the_last_row_and_column() -> None:
+def test_crop_can_reach_the_last_row_and_column() -> None:
     quarter = Augmentation(scale=(0.25, 0.25), ratio=(1.0, 1.0))
     assert crop_box(20, 20, quarter, Highest(np.random.PCG64(0))) == (10, 10, 20, 20)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**32), st.floats(0.001, 1))
-def test_a_crop_lies_within_the_image(width: int, height: int, seed: int, low: float) -> None:
+def test_crop_is_within_the_image(width: int, height: int, seed: int, low: float) -> None:
     augmentation = Augmentation(scale=(low, 1.0), ratio=(0.3, 5.0))
     left, top, right, bottom = crop_box(width, height, augmentation, np.random.default_rng(seed))
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
 
 
-def test_half_of_the_views_are_mirrored_and_none_or_all_on_request() -> None:
+def test_flip_probability_is_respected() -> None:
     image = Image.fromarray(np.array([[0, 255], [0, 255]], np.uint8))
     pixels = Preprocessing(2, 1, (0.0,), (1.0,))
 
@@ -380,7 +376,7 @@ def test_half_of_the_views_are_mirrored_and_none_or_all_on_request() -> None:
     assert rate(1.0) == 1.0
 
 
-def test_a_view_is_normalised_exactly_channel_by_channel() -> None:
+def test_view_is_normalised_exactly_per_channel() -> None:
     image = Image.fromarray(np.array([[[0, 51, 255], [102, 204, 0]]] * 2, np.uint8))
     pixels = Preprocessing(2, 3, (0.5, 0.2, 0.0), (0.5, 0.1, 2.0))
     view = images.training_view(image, pixels, WHOLE, np.random.default_rng(0))
@@ -394,7 +390,7 @@ def test_a_view_is_normalised_exactly_channel_by_channel() -> None:
     assert plain.max().item() == 1.0
 
 
-def test_a_crop_does_not_see_the_pixels_around_it() -> None:
+def test_crop_is_independent_of_surrounding_pixels() -> None:
     values = np.full((40, 40), 255, np.uint8)
     values[10:30, 10:30] = 0
     how = Augmentation(scale=(0.25, 0.25), ratio=(1.0, 1.0), flip=0.0)
@@ -408,7 +404,7 @@ def test_a_crop_does_not_see_the_pixels_around_it() -> None:
     assert images.training_view(Image.fromarray(values), PLAIN_GREY, how, rng).max() == 0.0
 
 
-def test_training_views_are_bilinear_whatever_the_weights_expect() -> None:
+def test_training_views_are_bilinear_for_every_backbone() -> None:
     image = Image.fromarray(noise(9, 9))
     expected = np.asarray(image.resize((4, 4), Image.Resampling.BILINEAR)) / np.float32(255)
     for interpolation in ("bicubic", "nearest"):
@@ -419,9 +415,7 @@ def test_training_views_are_bilinear_whatever_the_weights_expect() -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
 @pytest.mark.parametrize("pixels", [PLAIN_GREY, PLAIN_RGB])
-def test_any_kind_of_image_of_any_size_gives_a_finite_view(
-    mode: str, pixels: Preprocessing
-) -> None:
+def test_every_mode_and_size_gives_a_finite_view(mode: str, pixels: Preprocessing) -> None:
     for size in ((1, 1), (3, 200), (28, 28)):
         image = Image.new(mode, size)
         rng = np.random.default_rng(0)
@@ -448,7 +442,7 @@ def test_any_kind_of_image_of_any_size_gives_a_finite_view(
         ("flip", 1.1),
     ],
 )
-def test_an_augmentation_that_makes_no_sense_is_refused(field: str, value: object) -> None:
+def test_invalid_augmentation_is_rejected(field: str, value: object) -> None:
     with pytest.raises(BadOption, match=field):
         Augmentation(**{field: value})  # type: ignore[arg-type]
 
@@ -456,7 +450,7 @@ def test_an_augmentation_that_makes_no_sense_is_refused(field: str, value: objec
 # --- whose randomness ---
 
 
-def test_the_same_key_gives_the_same_view_in_any_order() -> None:
+def test_same_key_gives_the_same_view_in_any_order() -> None:
     image = photo(60, 50)
     pixels = Preprocessing(16)
 
@@ -476,12 +470,12 @@ def test_every_part_of_the_key_changes_the_view() -> None:
     assert np.abs(np.corrcoef(firsts[:-1, 0], firsts[1:, 0])[0, 1]) < 0.05  # nor are neighbours
 
 
-def test_large_seeds_and_sample_numbers_have_streams_of_their_own() -> None:
+def test_large_seeds_and_sample_numbers_have_independent_random_streams() -> None:
     keys = [(0, 0, 0, 0), (2**40, 0, 0, 0), (0, 0, 0, 2**40), (0, 0, 1, 0), (0, 1, 0, 0)]
     assert len({view_generator(*key).random() for key in keys}) == len(keys)
 
 
-def test_the_keyed_numbers_are_the_ones_of_yesterday() -> None:
+def test_view_generator_numbers_are_stable() -> None:
     """A resumed run sees the views it would have seen."""
     drawn = view_generator(1, 2, 3, 4).random(3)
     assert drawn.tolist() == [0.6646594969509324, 0.48206518490776007, 0.9935102247335821]
@@ -492,7 +486,7 @@ def test_the_keyed_numbers_are_the_ones_of_yesterday() -> None:
 
 @pytest.mark.parametrize("size", [(90, 60), (60, 90), (300, 301), (64, 64), (20, 200), (500, 31)])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_test_view_is_the_centre_of_the_resized_image(
+def test_eval_view_is_the_centre_crop_of_the_resized_image(
     size: tuple[int, int], interpolation: str
 ) -> None:
     image = photo(*size)
@@ -507,7 +501,7 @@ def test_a_test_view_is_the_centre_of_the_resized_image(
     assert np.abs(view - expected).max() <= 1.01  # rounding between Pillow's two passes
 
 
-def test_known_pixels_of_a_test_view() -> None:
+def test_eval_view_of_known_pixels() -> None:
     values = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
     image = Image.fromarray(values)
     seven = Preprocessing(
@@ -519,7 +513,7 @@ def test_known_pixels_of_a_test_view() -> None:
     np.testing.assert_allclose(squashed[0].numpy(), values, atol=1e-4)
 
 
-def test_squashing_keeps_the_edges_that_the_crop_cuts_off() -> None:
+def test_squash_includes_the_edges_that_crop_removes() -> None:
     values = np.zeros((32, 96), np.uint8)
     values[:, :8] = values[:, -8:] = 255
     pixels = Preprocessing(32, 1, (0.0,), (1.0,), "bilinear")
@@ -527,7 +521,7 @@ def test_squashing_keeps_the_edges_that_the_crop_cuts_off() -> None:
     assert images.eval_view(Image.fromarray(values), pixels, "squash")[0, :, 0].min() == 1.0
 
 
-def test_a_test_view_uses_the_interpolation_of_the_weights() -> None:
+def test_eval_view_uses_the_interpolation_of_the_preprocessing() -> None:
     image = Image.fromarray(noise(9, 9))
     for name in ("nearest", "bilinear", "bicubic", "lanczos"):
         expected = np.asarray(image.resize((6, 6), Image.Resampling[name.upper()]))
@@ -535,12 +529,12 @@ def test_a_test_view_uses_the_interpolation_of_the_weights() -> None:
         np.testing.assert_allclose(view[0].numpy() * 255, expected, atol=1e-4)
 
 
-def test_a_very_long_image_does_not_become_a_gigantic_one() -> None:
+def test_very_long_image_needs_little_memory() -> None:
     view = images.eval_view(Image.new("L", (4_000_000, 1), 255), PLAIN_GREY)  # 5 x 20 million
     assert view.min() == 1.0
 
 
-def test_unknown_names_are_refused_with_the_nearest() -> None:
+def test_unknown_interpolation_or_resize_suggests_the_nearest_name() -> None:
     image = Image.new("L", (4, 4))
     with pytest.raises(UnknownName, match="'bicubic'"):
         images.eval_view(image, Preprocessing(4, 1, (0.0,), (1.0,), "bicubik"))
@@ -548,7 +542,7 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         images.eval_view(image, PLAIN_GREY, "squosh")  # type: ignore[arg-type]
 
 
-def test_a_large_jpeg_is_decoded_no_larger_than_needed(tmp_path: Path) -> None:
+def test_large_jpeg_is_decoded_at_reduced_size(tmp_path: Path) -> None:
     """At a half, a quarter or an eighth, never below what is asked for, and it looks the same."""
     small = np.random.default_rng(0).integers(0, 255, (12, 16, 3), np.uint8)
     photograph = Image.fromarray(small).resize((2400, 1800), Image.Resampling.BICUBIC)
@@ -570,7 +564,7 @@ def test_a_large_jpeg_is_decoded_no_larger_than_needed(tmp_path: Path) -> None:
     assert float((whole - reduced).abs().max()) < 0.05, "of a range of about 4"
 
 
-def test_a_small_jpeg_is_decoded_whole(tmp_path: Path) -> None:
+def test_small_jpeg_is_decoded_at_full_size(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (375, 500, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "small.jpg")
     for augmentation in (None, Augmentation()):

@@ -19,9 +19,10 @@ from small import coda
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.data import packing, shards
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
-from coda_prompt.data.sources import Source, folder_source
+from coda_prompt.data.sources import Source
 from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
 from coda_prompt.preprocessing import Preprocessing

@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from coda_prompt.data.sources import (
-    ArraySplit,
-    FileSplit,
-    Source,
-    Split,
-    array_source,
-    folder_source,
-)
+from coda_prompt.data.folders import folder_source
+from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split, array_source
 from coda_prompt.errors import BadImage, BadOption, MissingData
 
 
@@ -42,7 +36,7 @@ def names(split: Split, root: Path) -> list[str]:
 # --- arrays ---
 
 
-def test_an_array_gives_its_images_grey_or_rgb() -> None:
+def test_array_split_returns_grey_and_rgb_images() -> None:
     grey = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
     split: Split = ArraySplit(grey, [1, 0], [5, 6])
     assert len(split) == 2
@@ -57,7 +51,7 @@ def test_an_array_gives_its_images_grey_or_rgb() -> None:
     assert np.array_equal(np.asarray(ArraySplit(rgb, [0]).image(0)), rgb[0])
 
 
-def test_changing_an_image_does_not_change_the_data() -> None:
+def test_modifying_an_image_does_not_change_the_data() -> None:
     split = ArraySplit(np.zeros((1, 2, 2), np.uint8), [0])
     split.image(0).putpixel((0, 0), 9)
     assert split.images.max() == 0
@@ -73,7 +67,7 @@ def test_changing_an_image_does_not_change_the_data() -> None:
         np.zeros((2, 0, 4), np.uint8),
     ],
 )
-def test_an_array_of_another_kind_is_refused(images: np.ndarray) -> None:
+def test_array_of_wrong_dtype_or_shape_is_rejected(images: np.ndarray) -> None:
     with pytest.raises(BadOption, match="needs uint8 of N x H x W or N x H x W x 3, got"):
         ArraySplit(images, [0, 0])
 
@@ -82,7 +76,7 @@ def test_an_array_of_another_kind_is_refused(images: np.ndarray) -> None:
     ("labels", "problem"),
     [([0], "each of 2 images"), ([[0, 0]], "each of 2"), ([0.0, 1.0], "needs integers, got float")],
 )
-def test_labels_that_do_not_fit_the_images_are_refused(labels: list[int], problem: str) -> None:
+def test_labels_that_do_not_match_the_images_are_rejected(labels: list[int], problem: str) -> None:
     images = np.zeros((2, 3, 4), np.uint8)
     with pytest.raises(BadOption, match=f"labels.*{problem}"):
         ArraySplit(images, labels)
@@ -92,7 +86,7 @@ def test_labels_that_do_not_fit_the_images_are_refused(labels: list[int], proble
         FileSplit(["a", "b"], labels)
 
 
-def test_classes_and_domains_without_names_are_numbered() -> None:
+def test_unnamed_classes_and_domains_are_numbered() -> None:
     images = np.zeros((3, 2, 2), np.uint8)
     source = array_source("x", images, [0, 2, 1], images, [3, 0, 0], train_domains=[0, 1, 0])
     assert source.class_names == ("0", "1", "2", "3")
@@ -105,12 +99,12 @@ def test_classes_and_domains_without_names_are_numbered() -> None:
     ("options", "problem"),
     [
         ({"class_names": ["a"]}, "train labels.*run from 0 to 1, but class_names has 1 names"),
-        ({"class_names": ["a", "a"]}, "class_names.*'a' is there twice"),
+        ({"class_names": ["a", "a"]}, "class_names.*'a' occurs twice"),
         ({"train_domains": [0, 3], "domain_names": ["x"]}, "train domains.*run from 0 to 3"),
         ({"test_domains": [0, -1], "domain_names": ["x"]}, "test domains.*run from -1 to 0"),
     ],
 )
-def test_names_that_do_not_fit_the_labels_are_refused(
+def test_names_that_do_not_match_the_labels_are_rejected(
     options: dict[str, list[str]], problem: str
 ) -> None:
     images = np.zeros((2, 2, 2), np.uint8)
@@ -121,7 +115,7 @@ def test_names_that_do_not_fit_the_labels_are_refused(
 # --- folders ---
 
 
-def test_train_and_test_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_train_and_test_folders_are_used_as_splits(tmp_path: Path) -> None:
     write(tmp_path / "train" / "dog" / "1.png", 10)
     write(tmp_path / "train" / "cat" / "b.PNG", 20)
     write(tmp_path / "train" / "cat" / "a.png", 30)
@@ -142,13 +136,13 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     assert source.notes == ()
 
 
-def test_other_folders_beside_train_and_test_are_ignored_and_named(tmp_path: Path) -> None:
+def test_other_folders_next_to_train_and_test_are_ignored_and_noted(tmp_path: Path) -> None:
     for part in ("train", "test", "val"):
         write(tmp_path / part / "cat" / "a.png")
-    assert folder_source(tmp_path).notes == ("val/ ignored beside train/ and test/",)
+    assert folder_source(tmp_path).notes == ("val/ ignored next to train/ and test/",)
 
 
-def test_class_folders_are_split_80_to_20_and_the_notes_say_so(tmp_path: Path) -> None:
+def test_class_folders_are_split_80_to_20_with_a_note(tmp_path: Path) -> None:
     sizes = {"a": 50, "b": 10, "c": 5, "d": 4, "e": 2, "f": 1}
     for name, size in sizes.items():
         fill(tmp_path / name, size)
@@ -163,7 +157,7 @@ def test_class_folders_are_split_80_to_20_and_the_notes_say_so(tmp_path: Path) -
     assert source.notes[1] == "2 classes too small to have a test image"
 
 
-def test_the_split_follows_the_seed_and_not_the_place(tmp_path: Path) -> None:
+def test_split_depends_on_the_seed_and_not_on_the_path(tmp_path: Path) -> None:
     for place in ("here", "there"):
         for name in ("a", "b"):
             fill(tmp_path / place / name, 40)
@@ -178,7 +172,7 @@ def test_the_split_follows_the_seed_and_not_the_place(tmp_path: Path) -> None:
     assert of_a != of_b
 
 
-def test_a_new_file_or_class_hardly_changes_the_split(tmp_path: Path) -> None:
+def test_new_file_or_class_hardly_changes_the_split(tmp_path: Path) -> None:
     for name in ("a", "b"):
         fill(tmp_path / name, 50)
     before = set(names(folder_source(tmp_path).test, tmp_path))
@@ -188,7 +182,7 @@ def test_a_new_file_or_class_hardly_changes_the_split(tmp_path: Path) -> None:
     assert len(before ^ after) <= 2
 
 
-def test_nested_files_count_and_what_is_no_image_does_not(tmp_path: Path) -> None:
+def test_nested_images_are_included_and_other_files_ignored(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "deep" / "er" / "1.png")
     write(tmp_path / "cat" / "2.jpeg")
     write(tmp_path / "cat" / ".3.png")
@@ -205,7 +199,7 @@ def test_nested_files_count_and_what_is_no_image_does_not(tmp_path: Path) -> Non
     assert sorted(both) == ["cat/2.jpeg", "cat/deep/er/1.png"]
 
 
-def test_unicode_and_spaces_are_names_like_any_other(tmp_path: Path) -> None:
+def test_class_names_may_contain_unicode_and_spaces(tmp_path: Path) -> None:
     for name in ("chat noir", "猫", "Žába", "'; drop"):
         write(tmp_path / name / "Bild (1) Größe.png", 7)
     source = folder_source(tmp_path)
@@ -213,19 +207,19 @@ def test_unicode_and_spaces_are_names_like_any_other(tmp_path: Path) -> None:
     assert [source.train.image(index).getpixel((0, 0)) for index in range(4)] == [7] * 4
 
 
-def test_images_beside_class_folders_are_ignored_and_counted(tmp_path: Path) -> None:
+def test_images_outside_class_folders_are_ignored_and_counted(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "1.png")
     write(tmp_path / "stray.png")
-    assert "1 images ignored that are in no class folder" in folder_source(tmp_path).notes
+    assert "1 images outside class folders ignored" in folder_source(tmp_path).notes
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+def test_class_may_be_called_train(tmp_path: Path) -> None:
     for name in ("bus", "train"):
         write(tmp_path / name / "1.png")
     assert folder_source(tmp_path).class_names == ("bus", "train")
 
 
-def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
+def test_links_are_followed_without_cycles(tmp_path: Path) -> None:
     data = tmp_path / "data"
     write(data / "cat" / "1.png")
     write(data / "dog" / "2.png")
@@ -244,21 +238,21 @@ def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
     assert sorted(both) == ["cat/1.png", "cat/more/3.png", "dog/2.png"]
 
 
-def test_a_link_to_a_missing_image_is_an_error(tmp_path: Path) -> None:
+def test_dangling_link_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "1.png")
     (tmp_path / "cat" / "2.png").symlink_to(tmp_path / "gone.png")
-    with pytest.raises(MissingData, match=r"2\.png: this is a link to a file that is not there\. "):
+    with pytest.raises(MissingData, match=r"2\.png: the target of this link does not exist\. "):
         folder_source(tmp_path)
 
 
-def test_a_folder_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_missing_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match=r"none: there is no such folder\. Point at a folder"):
         folder_source(tmp_path / "none")
     with pytest.raises(MissingData, match=r"a\.png: this is not a folder\. Point at"):
         folder_source(write(tmp_path / "a.png"))
 
 
-def test_an_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match=r"there is no class folder in it\. Point at a folder"):
         folder_source(tmp_path)
     write(tmp_path / "a.png")
@@ -270,7 +264,7 @@ def test_an_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         folder_source(tmp_path)
 
 
-def test_an_empty_class_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_empty_class_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     write(tmp_path / "whole" / "cat" / "1.png")
     (tmp_path / "whole" / "dog").mkdir()
     with pytest.raises(MissingData, match=r"class 'dog' has no image\. Put images in it"):
@@ -283,7 +277,7 @@ def test_an_empty_class_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         folder_source(tmp_path / "split")
 
 
-def test_an_unreadable_folder_is_an_error_with_a_remedy(
+def test_unreadable_folder_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "cat" / "1.png")
@@ -301,23 +295,23 @@ def test_an_unreadable_folder_is_an_error_with_a_remedy(
         folder_source(tmp_path)
 
 
-def test_classes_of_train_and_test_must_agree(tmp_path: Path) -> None:
+def test_train_and_test_must_have_the_same_classes(tmp_path: Path) -> None:
     for name in ("train/cat", "train/dog", "test/cat", "test/emu"):
         write(tmp_path / name / "1.png")
     with pytest.raises(
-        MissingData, match=r"different classes \(only in train/: dog; only in test/: emu\)\. Give"
+        MissingData, match=r"different classes \(only in train/: dog; only in test/: emu\)\. Create"
     ):
         folder_source(tmp_path)
 
 
-def test_one_part_without_the_other_is_no_dataset_of_one_class(tmp_path: Path) -> None:
+def test_train_without_test_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "train" / "cat" / "1.png")
     write(tmp_path / "val" / "cat" / "1.png")
     with pytest.raises(MissingData, match=r"it has train/, val/ but not both train/ and test/\. N"):
         folder_source(tmp_path)
 
 
-def test_a_folder_name_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_unicode_is_an_error(tmp_path: Path) -> None:
     try:
         os.mkdir(os.fsencode(tmp_path) + b"/caf\xe9")
     except OSError:
@@ -326,7 +320,7 @@ def test_a_folder_name_that_is_no_text_is_an_error(tmp_path: Path) -> None:
         folder_source(tmp_path)
 
 
-def test_a_bad_file_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_named_when_it_is_opened(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "1.png")
     write(tmp_path / "cat" / "2.png")
     (tmp_path / "cat" / "2.png").write_bytes(b"")
@@ -336,7 +330,7 @@ def test_a_bad_file_is_named_when_it_is_read(tmp_path: Path) -> None:
         source.train.image(1)
 
 
-def test_a_source_can_be_sent_to_a_worker(tmp_path: Path) -> None:
+def test_source_can_be_pickled(tmp_path: Path) -> None:
     fill(tmp_path / "cat", 5)
     arrays = array_source(
         "x", np.full((2, 2, 2), 8, np.uint8), [0, 0], np.zeros((1, 2, 2), "u1"), [0]
@@ -351,7 +345,7 @@ def test_a_source_can_be_sent_to_a_worker(tmp_path: Path) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4), seed=st.integers(0, 1000))
-def test_every_image_is_in_one_part_and_every_class_is_trained(
+def test_every_image_is_in_one_split_and_every_class_has_training_images(
     sizes: list[int], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("folders")

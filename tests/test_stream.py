@@ -1,4 +1,4 @@
-"""A source cut into tasks."""
+"""Streams: a source split into tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "golden" / "released.json"
 
 
 def numbered(count: int, first: int = 0) -> np.ndarray:
-    """Images whose only pixel tells which one they are."""
+    """Images whose only pixel is their number."""
     return np.arange(first, first + count, dtype=np.uint8).reshape(count, 1, 1)
 
 
@@ -35,8 +35,8 @@ def make_source(
     """Image i of the training data has class i % classes; test images start at 200."""
     count = classes * per_class
     labels = np.arange(count) % classes
-    kinds = np.arange(count) // classes % domains if domains else None
-    test_kinds = np.arange(classes) % domains if domains else None
+    domain_ids = np.arange(count) // classes % domains if domains else None
+    test_domain_ids = np.arange(classes) % domains if domains else None
     return array_source(
         "toy",
         numbered(count),
@@ -44,8 +44,8 @@ def make_source(
         numbered(classes, 200),
         np.arange(classes),
         class_names=names or [f"c{number}" for number in range(classes)],
-        train_domains=kinds,
-        test_domains=test_kinds,
+        train_domains=domain_ids,
+        test_domains=test_domain_ids,
         notes=["a toy"],
     )
 
@@ -62,7 +62,7 @@ class Unreadable(ArraySplit):
 # --- class order ---
 
 
-def test_class_orders_are_those_of_the_released_code() -> None:
+def test_class_orders_equal_the_released_code() -> None:
     released = json.loads(GOLDEN.read_text())["class_order"]
     assert sorted(released) == ["0", "1", "2", "3", "4"]
     for seed, order in released.items():
@@ -71,20 +71,20 @@ def test_class_orders_are_those_of_the_released_code() -> None:
     assert list(stream.class_order) == released["3"]
 
 
-def test_seed_0_keeps_the_natural_order() -> None:
+def test_seed_0_gives_the_natural_order() -> None:
     assert class_order(5, 0) == (0, 1, 2, 3, 4)
 
 
 # --- cutting ---
 
 
-def test_tasks_share_the_classes_evenly_the_remainder_goes_to_the_first() -> None:
+def test_tasks_are_equally_large_and_the_first_get_the_remainder() -> None:
     stream = make_stream(make_source(11), tasks=4)
     assert [task.classes for task in stream.tasks] == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10)]
     assert [task.index for task in stream.tasks] == [0, 1, 2, 3]
 
 
-def test_classes_per_task_leaves_the_rest_to_the_last() -> None:
+def test_last_task_gets_the_remaining_classes() -> None:
     stream = make_stream(make_source(8), classes_per_task=3)
     assert [len(task.classes) for task in stream.tasks] == [3, 3, 2]
     assert [
@@ -92,7 +92,7 @@ def test_classes_per_task_leaves_the_rest_to_the_last() -> None:
     ] == [8]
 
 
-def test_labels_are_rows_and_rows_lead_back_to_the_sources_classes() -> None:
+def test_labels_are_rows_that_map_back_to_the_sources_classes() -> None:
     source = make_source(6)
     stream = make_stream(source, tasks=3, seed=1)
     assert stream.class_order != tuple(range(6))
@@ -110,7 +110,7 @@ def test_labels_are_rows_and_rows_lead_back_to_the_sources_classes() -> None:
         )
 
 
-def test_class_lists_are_taken_as_they_are_whatever_the_seed() -> None:
+def test_class_lists_are_used_unchanged_for_every_seed() -> None:
     lists = [["c5", "c0"], ["c3"]]
     for seed in (0, 4):
         stream = make_stream(make_source(6, 4), class_lists=lists, seed=seed)
@@ -122,7 +122,7 @@ def test_class_lists_are_taken_as_they_are_whatever_the_seed() -> None:
         assert pixel_values(stream.tasks[1].test) == [203]
 
 
-def test_the_stream_carries_name_and_notes_of_its_source() -> None:
+def test_stream_has_the_name_and_notes_of_its_source() -> None:
     stream = make_stream(make_source(), tasks=2)
     assert stream.name == "toy"
     assert stream.notes == ("a toy",)
@@ -152,7 +152,7 @@ def test_every_class_is_in_one_task_and_every_image_is_used_once(
 
 
 @given(classes=st.integers(1, 30), size=st.integers(1, 35))
-def test_only_the_last_task_is_smaller(classes: int, size: int) -> None:
+def test_only_the_last_task_may_be_smaller(classes: int, size: int) -> None:
     sizes = [
         len(task.classes) for task in make_stream(make_source(classes), classes_per_task=size).tasks
     ]
@@ -164,7 +164,7 @@ def test_only_the_last_task_is_smaller(classes: int, size: int) -> None:
 # --- validation ---
 
 
-def test_validation_holds_out_a_fifth_of_all_training_images_and_reads_no_test_image() -> None:
+def test_validation_uses_a_fifth_of_the_training_images_and_no_test_image() -> None:
     source = make_source(5, 20)
     test = Unreadable(np.zeros((5, 1, 1), np.uint8), np.arange(5))
     stream = make_stream(replace(source, test=test), tasks=2, seed=1, validation=True)
@@ -174,12 +174,12 @@ def test_validation_holds_out_a_fifth_of_all_training_images_and_reads_no_test_i
     assert len(held_out) == 20
     assert sorted(trained + held_out) == list(range(100))
     assert stream.validation
-    assert any("held out (seed 1)" in note for note in stream.notes)
+    assert any("held-out fifth of the training images (seed 1)" in note for note in stream.notes)
     for task in stream.tasks:
         assert set(task.test.labels.tolist()) <= set(task.classes)
 
 
-def test_validation_is_drawn_from_the_whole_and_by_the_seed() -> None:
+def test_validation_is_drawn_from_all_training_images_by_the_seed() -> None:
     def held_out(seed: int) -> list[int]:
         stream = make_stream(make_source(5, 40), tasks=5, seed=seed, validation=True)
         return sorted(int(i) for task in stream.tasks for i in task.test.indices)
@@ -194,7 +194,7 @@ def test_validation_is_drawn_from_the_whole_and_by_the_seed() -> None:
 # --- removed domains ---
 
 
-def test_removed_domains_are_missing_in_training_and_present_in_the_test() -> None:
+def test_removed_domains_are_not_trained_but_tested() -> None:
     source = make_source(6, 12, domains=6)
     stream = make_stream(source, tasks=3, remove_domains=4, seed=2)
     for task in stream.tasks:
@@ -206,10 +206,10 @@ def test_removed_domains_are_missing_in_training_and_present_in_the_test() -> No
         assert len(task.test) == 2
     tested = np.concatenate([np.asarray(task.test.domains) for task in stream.tasks])
     assert sorted(tested.tolist()) == list(range(6))
-    assert any("4 domains of each task removed" in note for note in stream.notes)
+    assert any("4 domains removed" in note for note in stream.notes)
 
 
-def test_removed_domains_follow_seed_and_task_only() -> None:
+def test_removed_domains_depend_on_seed_and_task_only() -> None:
     def removed(seed: int, tasks: int) -> list[tuple[int, ...]]:
         stream = make_stream(
             make_source(6, 15, domains=15), tasks=tasks, remove_domains=8, seed=seed
@@ -223,12 +223,18 @@ def test_removed_domains_follow_seed_and_task_only() -> None:
     assert counts == pytest.approx([180 * 8 / 15] * 15, rel=0.3)
 
 
-def test_a_class_left_without_training_images_keeps_its_row_and_is_listed() -> None:
+def test_class_without_training_images_has_a_row_and_is_listed() -> None:
     # Classes 0 and 1 have images of one domain each, class 2 has both.
-    labels, kinds = [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 0, 1]
+    labels, domain_ids = [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 0, 1]
     images_ = numbered(6)
     source = array_source(
-        "toy", images_, labels, numbered(3), [0, 1, 2], train_domains=kinds, test_domains=[0, 1, 0]
+        "toy",
+        images_,
+        labels,
+        numbered(3),
+        [0, 1, 2],
+        train_domains=domain_ids,
+        test_domains=[0, 1, 0],
     )
     stream = make_stream(source, tasks=1, remove_domains=1)
     (task,) = stream.tasks
@@ -240,7 +246,7 @@ def test_a_class_left_without_training_images_keeps_its_row_and_is_listed() -> N
     assert any("1 classes have no training image" in note for note in stream.notes)
 
 
-def test_validation_images_keep_all_domains() -> None:
+def test_validation_images_have_all_domains() -> None:
     stream = make_stream(make_source(4, 30, domains=3), tasks=2, remove_domains=1, validation=True)
     for task in stream.tasks:
         assert task.train.domains is not None
@@ -249,7 +255,7 @@ def test_validation_images_keep_all_domains() -> None:
         assert len(set(task.test.domains.tolist())) == 3
 
 
-def test_nothing_is_removed_unless_asked() -> None:
+def test_no_domains_are_removed_by_default() -> None:
     for task in make_stream(make_source(6, 6, domains=3), tasks=2).tasks:
         assert task.removed_domains == ()
         assert task.untrained == ()
@@ -263,7 +269,7 @@ def test_nothing_is_removed_unless_asked() -> None:
     "rules",
     [{}, {"tasks": 2, "classes_per_task": 3}, {"tasks": 2, "class_lists": [["c0"]]}],
 )
-def test_exactly_one_rule_is_needed(rules: dict[str, int]) -> None:
+def test_exactly_one_rule_is_required(rules: dict[str, int]) -> None:
     with pytest.raises(BadOption, match="exactly one of tasks, classes_per_task and class_lists"):
         make_stream(make_source(), **rules)  # type: ignore[arg-type]
 
@@ -277,34 +283,34 @@ def test_exactly_one_rule_is_needed(rules: dict[str, int]) -> None:
         ({"tasks": 2, "remove_domains": -1}, "'remove_domains'.*-1 is negative"),
         (
             {"tasks": 2, "remove_domains": 3},
-            "3 of 3 domains leave no training image; use at most 2",
+            "3 of 3 domains leaves no training image; use at most 2",
         ),
-        ({"class_lists": ["c0", "c1"]}, "a list of class names for each task, not a name"),
-        ({"class_lists": "c0"}, "a list of class names for each task, not a name"),
+        ({"class_lists": ["c0", "c1"]}, "a list of class names for each task, not a string"),
+        ({"class_lists": "c0"}, "a list of class names for each task, not a string"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, int], problem: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, int], problem: str) -> None:
     with pytest.raises(BadOption, match=problem):
         make_stream(make_source(domains=3), **options)  # type: ignore[arg-type]
 
 
-def test_removing_domains_needs_domains() -> None:
+def test_removing_domains_requires_domain_labels() -> None:
     with pytest.raises(BadOption, match="the images of 'toy' have no domain labels"):
         make_stream(make_source(), tasks=2, remove_domains=1)
 
 
-def test_more_tasks_than_classes_leave_a_task_empty() -> None:
+def test_more_tasks_than_classes_is_an_error() -> None:
     with pytest.raises(EmptyTask, match="Task 7 has no class: 8 tasks of 6 classes"):
         make_stream(make_source(6), tasks=8)
 
 
 @pytest.mark.parametrize(("lists", "task"), [([], 1), ([[]], 1), ([["c0"], []], 2)])
-def test_an_empty_list_is_an_empty_task(lists: list[list[str]], task: int) -> None:
+def test_empty_class_list_is_an_error(lists: list[list[str]], task: int) -> None:
     with pytest.raises(EmptyTask, match=f"Task {task} has no class"):
         make_stream(make_source(), class_lists=lists)
 
 
-def test_a_task_without_any_training_image_is_an_error() -> None:
+def test_task_without_training_images_is_an_error() -> None:
     source = array_source(
         "toy", numbered(2), [0, 1], numbered(3), [0, 1, 2], class_names=["a", "b", "c"]
     )
@@ -316,7 +322,7 @@ def test_a_task_without_any_training_image_is_an_error() -> None:
     assert task.untrained == (2,)
 
 
-def test_a_task_emptied_by_the_removal_names_the_domains() -> None:
+def test_task_emptied_by_removed_domains_names_them() -> None:
     source = array_source(
         "toy",
         numbered(10),
@@ -330,17 +336,17 @@ def test_a_task_emptied_by_the_removal_names_the_domains() -> None:
         make_stream(source, tasks=10, remove_domains=1)  # one task in two loses its only domain
 
 
-def test_a_task_without_test_images_is_noted() -> None:
+def test_task_without_test_images_is_noted() -> None:
     source = array_source("toy", numbered(2), [0, 1], numbered(1), [0])
     assert make_stream(source, tasks=2).notes == ("task 2 has no test image",)
 
 
-def test_a_class_belongs_to_one_task() -> None:
+def test_class_in_two_tasks_is_an_error() -> None:
     with pytest.raises(ClassInTwoTasks, match="'c1' is in task 1 and again in task 2"):
         make_stream(make_source(), class_lists=[["c0", "c1"], ["c2", "c1"]])
 
 
-def test_an_unknown_class_is_refused_with_the_nearest() -> None:
+def test_unknown_class_suggests_the_nearest_name() -> None:
     source = make_source(3, names=("tabby cat", "collie", "emu"))
     with pytest.raises(UnknownName, match=r"no class 'taby cat'\. Did you mean 'tabby cat'\?"):
         make_stream(source, class_lists=[["taby cat"]])
@@ -349,7 +355,7 @@ def test_an_unknown_class_is_refused_with_the_nearest() -> None:
 # --- samples ---
 
 
-def test_a_subset_takes_positions_or_a_mask_in_order() -> None:
+def test_subset_selects_by_positions_or_mask_in_order() -> None:
     (task,) = make_stream(make_source(3, 2), tasks=1).tasks
     assert pixel_values(task.train.subset([4, 0, 4])) == [4, 0, 4]
     assert task.train.subset([4, 0]).labels.tolist() == [1, 0]
@@ -357,7 +363,7 @@ def test_a_subset_takes_positions_or_a_mask_in_order() -> None:
     assert len(task.train.subset([])) == 0
 
 
-def test_samples_of_several_splits_are_one() -> None:
+def test_concat_joins_samples_of_several_splits() -> None:
     first, second = (
         Samples(ArraySplit(numbered(4, start), [0] * 4, [7] * 4), np.array(at), np.array(rows))
         for start, at, rows in ((0, [3, 1], [0, 1]), (100, [0, 2, 3], [5, 6, 7]))
@@ -373,7 +379,7 @@ def test_samples_of_several_splits_are_one() -> None:
     assert pixel_values(pickle.loads(pickle.dumps(again))) == pixel_values(again)
 
 
-def test_joining_lets_go_of_splits_that_are_no_longer_used() -> None:
+def test_concat_drops_unused_splits() -> None:
     first, second = (
         Samples(ArraySplit(numbered(3, start), [0] * 3), np.arange(3), np.arange(3))
         for start in (0, 50)
@@ -384,13 +390,13 @@ def test_joining_lets_go_of_splits_that_are_no_longer_used() -> None:
     assert pixel_values(Samples.concat([joined.subset([4, 5]), second])) == [51, 52, 50, 51, 52]
 
 
-def test_domains_of_a_join_are_unknown_when_some_are() -> None:
+def test_concat_has_no_domains_if_one_split_has_none() -> None:
     known = Samples(ArraySplit(numbered(1), [0], [0]), np.array([0]), np.array([0]))
     unknown = Samples(ArraySplit(numbered(1), [0]), np.array([0]), np.array([0]))
     assert Samples.concat([known, unknown]).domains is None
 
 
-def test_joining_empty_samples_is_fine_and_joining_nothing_is_not() -> None:
+def test_concat_accepts_empty_samples_but_not_an_empty_list() -> None:
     (task,) = make_stream(make_source(3, 2), tasks=1).tasks
     empty = task.train.subset([])
     assert len(Samples.concat([empty, empty])) == 0
@@ -407,7 +413,7 @@ def test_joining_empty_samples_is_fine_and_joining_nothing_is_not() -> None:
     ),
     st.randoms(use_true_random=False),
 )
-def test_joins_and_subsets_in_any_order_keep_images_and_labels_together(
+def test_concat_and_subset_preserve_pairs_of_image_and_label(
     parts: list[tuple[int, list[int]]], chance: object
 ) -> None:
     splits = [ArraySplit(numbered(5, 10 * number), np.zeros(5, int)) for number in range(3)]
@@ -426,12 +432,12 @@ def test_joins_and_subsets_in_any_order_keep_images_and_labels_together(
     assert pixel_values(samples) == expected == samples.labels.tolist()
 
 
-def test_samples_with_a_label_missing_are_refused() -> None:
+def test_samples_with_a_missing_label_are_rejected() -> None:
     with pytest.raises(ValueError, match="indices"):
         Samples(ArraySplit(numbered(2), [0, 0]), np.arange(2), np.arange(1))
 
 
-def test_streams_do_not_change() -> None:
+def test_streams_are_immutable() -> None:
     stream = make_stream(make_source(), tasks=2)
     with pytest.raises(FrozenInstanceError):
         stream.name = "other"  # type: ignore[misc]
@@ -458,7 +464,7 @@ class Views(Dataset[torch.Tensor]):
         return images.training_view(image, pixels, images.Augmentation(), rng)
 
 
-def test_workers_batches_and_order_do_not_change_a_view() -> None:
+def test_views_are_independent_of_workers_batches_and_order() -> None:
     rng = np.random.default_rng(0)
     arrays = rng.integers(0, 256, (24, 12, 12), np.uint8)
     stream: Stream = make_stream(

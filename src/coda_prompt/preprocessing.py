@@ -1,4 +1,4 @@
-"""What a backbone expects of an image: the contract between weights and the data pipeline."""
+"""The image preprocessing a backbone expects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Preprocessing:
     interpolation: str = "bicubic"
 
     def unnormalised(self) -> Preprocessing:
-        """The same image size with values in [0, 1], as the paper fed them."""
+        """Return the same size without normalisation: values in [0, 1], as the paper used them."""
         return Preprocessing(
             self.size, self.channels, (0.0,) * self.channels, (1.0,) * self.channels, "bilinear"
         )

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from coda_prompt.bench.config import Benchmark
 from coda_prompt.data import hf_datasets, shards
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.sources import Source, folder_source
+from coda_prompt.data.sources import Source
 from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.errors import MissingData, UnknownName
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone

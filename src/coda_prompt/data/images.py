@@ -1,4 +1,4 @@
-"""From a file to the tensor a backbone sees: decoding, crops, flips, normalisation."""
+"""From an image file to the tensor a backbone sees: decoding, crops, flips, normalisation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ SUFFIXES = frozenset(
         *("pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
     )
 )
-MAX_PIXELS = 89_478_485  # 256 MiB as RGB, where Pillow starts to warn of a decompression bomb
+MAX_PIXELS = 89_478_485  # 256 MiB as RGB; Pillow warns of a decompression bomb from here on
 
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 SUPPORTED_MODES = frozenset(
     ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "F")
 ).union(_SIXTEEN_BIT)
+_INTERPOLATIONS = {member.name.lower(): member for member in Image.Resampling}
 _ORIENTATION_TAG = 0x0112
-_UPRIGHT = {
+_EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -89,29 +90,34 @@ def open_image(
 
 
 def apply_exif_orientation(image: Image.Image) -> Image.Image:
-    """As `ImageOps.exif_transpose`, which rewrites the EXIF data and fails on a damaged one."""
+    """Rotate or mirror an image as its EXIF tag says.
+
+    `ImageOps.exif_transpose` rewrites the EXIF data and fails where they are damaged.
+    """
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
     except (LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error):
         orientation = None  # the pixels are good
-    # What is left of the metadata would turn the image a second time.
+    # Remaining metadata would rotate the image a second time.
     image.info = {key: image.info[key] for key in ("transparency",) if key in image.info}
-    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return image if turn is None else image.transpose(turn)
+    operation = _EXIF_TRANSPOSE.get(orientation) if isinstance(orientation, int) else None
+    return image if operation is None else image.transpose(operation)
 
 
 def convert_channels(image: Image.Image, channels: int) -> Image.Image:
-    """The image as RGB (3) or grey (1): alpha over white, more than 8 bits scaled to 8."""
+    """Convert to RGB (3) or grey (1): transparency over white, more than 8 bits scaled to 8."""
     if channels not in (1, 3):
-        raise BadOption("the pixels", "channels", f"images have 1 or 3 channels, not {channels}")
+        raise BadOption(
+            "the preprocessing", "channels", f"images have 1 or 3 channels, not {channels}"
+        )
     mode = "RGB" if channels == 3 else "L"
     if image.mode == mode and "transparency" not in image.info:
         return image
     if image.mode in _SIXTEEN_BIT:
-        image = _eight_bit(np.asarray(image) / 257.0)
+        image = _to_eight_bit(np.asarray(image) / 257.0)
     elif image.mode == "F":
         values = np.nan_to_num(np.asarray(image))
-        image = _eight_bit(values * 255.0 if values.max() <= 1.0 else values)
+        image = _to_eight_bit(values * 255.0 if values.max() <= 1.0 else values)
     elif image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         white.alpha_composite(image.convert("RGBA"))
@@ -119,7 +125,7 @@ def convert_channels(image: Image.Image, channels: int) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _eight_bit(values: NDArray[np.floating]) -> Image.Image:
+def _to_eight_bit(values: NDArray[np.floating]) -> Image.Image:
     return Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8))
 
 
@@ -143,29 +149,33 @@ class Augmentation:
 
 
 def view_generator(seed: int, task: int, epoch: int, sample: int) -> np.random.Generator:
-    """The randomness of one view of one image, whoever computes it and when.
+    """Return the random generator of one view of one image, independent of workers and order.
 
-    Philox turns a counter into random numbers: the low word counts the draws of this view, the
-    others name the view, so that no two views share a stream and none has to be skipped.
+    Philox is counter-based: the low word counts the draws within a view, the other three identify
+    the view. No two views share random numbers, and none have to be skipped.
     """
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, sample, epoch, task]))
 
 
 def training_view(
-    image: Image.Image, pixels: Preprocessing, augmentation: Augmentation, rng: np.random.Generator
+    image: Image.Image,
+    preprocessing: Preprocessing,
+    augmentation: Augmentation,
+    rng: np.random.Generator,
 ) -> torch.Tensor:
-    """A random resized crop, flipped with the given probability: float32, C x H x W."""
-    image = convert_channels(image, pixels.channels)
+    """Return a random resized crop, possibly flipped: float32, C x H x W."""
+    image = convert_channels(image, preprocessing.channels)
     box = crop_box(image.width, image.height, augmentation, rng)
-    # Cropped first: resize(box=...) would blend in pixels from outside the crop.
-    view = image.crop(box).resize((pixels.size, pixels.size), Image.Resampling.BILINEAR)
-    return _normalised(view, pixels, mirrored=rng.random() < augmentation.flip)
+    size = (preprocessing.size, preprocessing.size)
+    # Crop first: resize(box=...) would blend in pixels from outside the crop.
+    view = image.crop(box).resize(size, Image.Resampling.BILINEAR)
+    return _to_tensor(view, preprocessing, flip=rng.random() < augmentation.flip)
 
 
 def crop_box(
     width: int, height: int, augmentation: Augmentation, rng: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of a random crop, chosen as torchvision's RandomResizedCrop does."""
+    """Draw left, top, right, bottom of a crop as torchvision's RandomResizedCrop does."""
     low, high = augmentation.scale
     narrow, wide = augmentation.ratio
     log_narrow, log_wide = math.log(narrow), math.log(wide)
@@ -178,7 +188,7 @@ def crop_box(
             top = int(rng.random() * (height - crop_height + 1))
             left = int(rng.random() * (width - crop_width + 1))
             return left, top, left + crop_width, top + crop_height
-    # The image is longer than any crop: the largest central one of an allowed ratio.
+    # No draw fits the image: take the largest central crop with an allowed ratio.
     crop_width, crop_height = width, height
     if width / height < narrow:
         crop_height = max(1, round(width / narrow))
@@ -189,40 +199,46 @@ def crop_box(
 
 
 def eval_view(
-    image: Image.Image,
-    pixels: Preprocessing,
-    resize: Literal["crop", "squash"] = "crop",
+    image: Image.Image, preprocessing: Preprocessing, resize: Literal["crop", "squash"] = "crop"
 ) -> torch.Tensor:
-    """The view that is classified: float32, C x H x W.
+    """Return the view of an image that is classified: float32, C x H x W.
 
-    `crop` brings the shorter side to 256/224 of the size and takes the centre; `squash` resizes
-    to the size whatever the shape.
+    Args:
+        image: an image of any size and mode.
+        preprocessing: what the backbone expects.
+        resize: `crop` resizes the shorter side to 256/224 of the size and takes the centre;
+            `squash` resizes to the size and ignores the aspect ratio.
     """
-    image = convert_channels(image, pixels.channels)
+    image = convert_channels(image, preprocessing.channels)
     if resize == "crop":
-        box = _central_box(image.width, image.height, pixels.size)
+        box = _center_crop_box(image.width, image.height, preprocessing.size)
     elif resize == "squash":
         box = (0, 0, image.width, image.height)
     else:
         raise UnknownName("resize", resize, ("crop", "squash"))
-    view = image.resize((pixels.size, pixels.size), _filter(pixels.interpolation), box)
-    return _normalised(view, pixels)
+    interpolation = _INTERPOLATIONS.get(preprocessing.interpolation.lower())
+    if interpolation is None:
+        raise UnknownName("interpolation", preprocessing.interpolation, _INTERPOLATIONS)
+    view = image.resize((preprocessing.size, preprocessing.size), interpolation, box)
+    return _to_tensor(view, preprocessing)
 
 
-def required_min_side(pixels: Preprocessing, augmentation: Augmentation | None) -> int:
-    """The shorter side an image needs: the smallest crop of a training view then has as many pixels
-    as it is resized to, and a test view twice as many.
+def required_min_side(preprocessing: Preprocessing, augmentation: Augmentation | None) -> int:
+    """Return how many pixels the shorter side of a decoded image needs.
+
+    The smallest crop of a training view then has at least as many pixels as it is resized to; a
+    view for evaluation (`augmentation=None`) has twice as many.
     """
     if augmentation is None:
-        return 2 * round(pixels.size * 256 / 224)
-    return math.ceil(pixels.size / math.sqrt(augmentation.scale[0]))
+        return 2 * round(preprocessing.size * 256 / 224)
+    return math.ceil(preprocessing.size / math.sqrt(augmentation.scale[0]))
 
 
-def _central_box(width: int, height: int, size: int) -> tuple[float, float, float, float]:
-    """The part of the image that ends up in the centre crop.
+def _center_crop_box(width: int, height: int, size: int) -> tuple[float, float, float, float]:
+    """Return the part of the image that ends up in the centre crop.
 
-    Resizing it alone gives the same pixels as resizing all and cropping (but for rounding between
-    Pillow's two passes), and does not build a gigantic image out of a very long one.
+    Resizing only this part gives the same pixels as resizing everything and cropping (except for
+    rounding between Pillow's two passes), without a huge intermediate for a very long image.
     """
     shorter = round(size * 256 / 224)
     if width <= height:
@@ -230,31 +246,23 @@ def _central_box(width: int, height: int, size: int) -> tuple[float, float, floa
     else:
         full_width, full_height = shorter * width // height, shorter
     left, top = round((full_width - size) / 2), round((full_height - size) / 2)
-    across, down = width / full_width, height / full_height  # source pixels per pixel
+    x_scale, y_scale = width / full_width, height / full_height  # source pixels per pixel
     return (
-        left * across,
-        top * down,
-        min((left + size) * across, width),
-        min((top + size) * down, height),
+        left * x_scale,
+        top * y_scale,
+        min((left + size) * x_scale, width),
+        min((top + size) * y_scale, height),
     )
 
 
-def _filter(interpolation: str) -> Image.Resampling:
-    try:
-        return Image.Resampling[interpolation.upper()]
-    except KeyError:
-        known = [member.name.lower() for member in Image.Resampling]
-        raise UnknownName("interpolation", interpolation, known) from None
-
-
-def _normalised(view: Image.Image, pixels: Preprocessing, mirrored: bool = False) -> torch.Tensor:
+def _to_tensor(view: Image.Image, preprocessing: Preprocessing, flip: bool = False) -> torch.Tensor:
     values = np.asarray(view)  # H x W or H x W x C
-    if mirrored:
+    if flip:
         values = values[:, ::-1]
     planes = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)  # C x H x W
     planes = planes.astype(np.float32, order="C")
-    std = np.array(pixels.std, np.float32)[:, None, None]
-    mean = np.array(pixels.mean, np.float32)[:, None, None]
+    std = np.array(preprocessing.std, np.float32)[:, None, None]
+    mean = np.array(preprocessing.mean, np.float32)[:, None, None]
     planes /= 255 * std
     planes -= mean / std
     return torch.from_numpy(planes)

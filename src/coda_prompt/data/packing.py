@@ -17,9 +17,10 @@ from typing import Any
 from rich.progress import TimeRemainingColumn
 
 from coda_prompt.console import ProgressBar, stderr_console
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.hf_datasets import PREFIX, StreamedHubSplit, stream_hub_splits
 from coda_prompt.data.shards import CLASSES, NOTE, PARTS, parse_class_list
-from coda_prompt.data.sources import FileSplit, folder_source
+from coda_prompt.data.sources import FileSplit
 from coda_prompt.errors import BadOption, MissingData
 from coda_prompt.storage.files import write_atomically
 from coda_prompt.storage.remote import RemotePath

@@ -1,6 +1,6 @@
-"""The embedded dataset: 100 classes of real human sketches, from Quick, Draw! (CC BY 4.0).
+"""The embedded pocket dataset: 100 classes of human sketches from Quick, Draw! (CC BY 4.0).
 
-80 drawings a class to train and 20 to test, each in one of ten styles kept as its domain.
+80 training and 20 test drawings per class, each rendered in one of ten styles, its domain.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from coda_prompt.data.sources import ArraySplit, Source
 from coda_prompt.errors import CorruptFile
 
 FILE = "pocket-drawings.npz"
-TRAIN = 80
-"""Drawings a class to train; the rest test."""
+TRAIN_PER_CLASS = 80
 STRENGTH = 0.25
-"""How strong the styles are: docs/lab/pocket.md says by which criterion it was set."""
+"""Default strength of the styles; docs/lab/pocket.md explains how it was chosen."""
 
 
 def pocket_source(strength: float = STRENGTH) -> Source:
-    """The drawings in their styles; strength 0 is plain ink."""
+    """Open the drawings in their styles; strength 0 leaves them unchanged."""
     asset = resources.files("coda_prompt") / "assets" / FILE
     with asset.open("rb") as file:
         drawings, classes = _read(file)
-    each = len(drawings) // len(classes)
-    styles = np.array([style_index(f"{name}/{n}") for name in classes for n in range(each)])
+    per_class = len(drawings) // len(classes)
+    styles = np.array([style_index(f"{name}/{n}") for name in classes for n in range(per_class)])
     rendered = render(drawings, styles, strength)
-    labels = np.repeat(np.arange(len(classes)), each)
-    training = np.arange(len(drawings)) % each < TRAIN
+    labels = np.repeat(np.arange(len(classes)), per_class)
+    is_train = np.arange(len(drawings)) % per_class < TRAIN_PER_CLASS
     train, test = (
-        ArraySplit(rendered[part], labels[part], styles[part]) for part in (training, ~training)
+        ArraySplit(rendered[mask], labels[mask], styles[mask]) for mask in (is_train, ~is_train)
     )
     return Source("pocket", classes, train, test, domain_names=tuple(STYLES))
 
 
 def _read(file: IO[bytes]) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """The drawings, those of a class together, and the names of the classes."""
+    """Return the drawings, grouped by class, and the class names."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             drawings, names = arrays["drawings"], arrays["classes"]
     except Exception as error:  # on damaged bytes NumPy and zipfile raise many kinds
         raise CorruptFile(FILE, f"cannot be read ({error})") from error
-    shaped = drawings.ndim == 3 and names.ndim == 1 and drawings.dtype == np.uint8
-    if not shaped or not len(names) or len(drawings) % len(names) or len(drawings) < len(names):
-        raise CorruptFile(FILE, "does not hold drawings and their classes")
+    valid = drawings.ndim == 3 and names.ndim == 1 and drawings.dtype == np.uint8
+    if not valid or not len(names) or len(drawings) % len(names) or len(drawings) < len(names):
+        raise CorruptFile(FILE, "does not contain drawings and their classes")
     return drawings, tuple(str(name) for name in names)

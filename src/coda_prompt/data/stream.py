@@ -1,4 +1,4 @@
-"""A source cut into tasks: which classes come when, and which images go with them."""
+"""Split a source into a stream of tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from PIL import Image
 
 from coda_prompt.data.sources import Integers, Source, Split
@@ -16,7 +16,7 @@ from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownNam
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Chosen images of a split under the stream's labels (rows of the head)."""
+    """Selected images of a split, with the stream's labels (rows of the classifier head)."""
 
     split: Split
     indices: Integers
@@ -34,41 +34,49 @@ class Samples:
 
     @property
     def domains(self) -> Integers | None:
-        """One domain per image, or None where the split has none."""
+        """Domain id of each image; None if the split has no domains."""
         return None if self.split.domains is None else self.split.domains[self.indices]
 
     def subset(self, positions: ArrayLike) -> Samples:
-        """The samples at these positions (or where a mask is true), in this order."""
-        chosen = np.asarray(positions)
-        if not chosen.size:
-            chosen = chosen.astype(np.int64)  # an empty list becomes an array of floats
-        return Samples(self.split, self.indices[chosen], self.labels[chosen])
+        """Select samples by positions, in this order, or by a boolean mask."""
+        selected = np.asarray(positions)
+        if not selected.size:
+            selected = selected.astype(np.int64)  # an empty list becomes an array of floats
+        return Samples(self.split, self.indices[selected], self.labels[selected])
 
     @staticmethod
     def concat(parts: Iterable[Samples]) -> Samples:
-        """One after another. A split that none of the samples is from is let go of."""
+        """Concatenate samples, which may come from different splits.
+
+        Splits without any remaining sample are not referenced by the result.
+        """
         parts = list(parts)
         if not parts:
             raise ValueError("nothing to concatenate")
         splits: list[Split] = []
-        numbers, places = [], []  # of each sample: which of the splits, and where in it
+        split_numbers, local_indices = [], []  # of each sample
         for part in parts:
-            own, number, place = _located(part)
-            splits += [split for split in own if not any(split is known for known in splits)]
-            at = [next(n for n, known in enumerate(splits) if known is split) for split in own]
-            numbers.append(np.array(at)[number])
-            places.append(place)
-        number, place = np.concatenate(numbers), np.concatenate(places)
+            part_splits, part_numbers, part_indices = _locate(part)
+            for split in part_splits:
+                if not any(split is known for known in splits):
+                    splits.append(split)
+            renumber = [
+                next(number for number, known in enumerate(splits) if known is split)
+                for split in part_splits
+            ]
+            split_numbers.append(np.array(renumber)[part_numbers])
+            local_indices.append(part_indices)
+        numbers, indices = np.concatenate(split_numbers), np.concatenate(local_indices)
         labels = np.concatenate([part.labels for part in parts])
-        used = np.unique(number)
+        used = np.unique(numbers)
         if len(used) < 2:
-            return Samples(splits[used[0] if len(used) else 0], place, labels)
-        joined = _JoinedSplit(tuple(splits[n] for n in used))
-        return Samples(joined, joined.starts[np.searchsorted(used, number)] + place, labels)
+            return Samples(splits[used[0] if len(used) else 0], indices, labels)
+        joined = _JoinedSplit(tuple(splits[number] for number in used))
+        return Samples(joined, joined.starts[np.searchsorted(used, numbers)] + indices, labels)
 
 
 class _JoinedSplit:
-    """Several splits seen as one."""
+    """Several splits as one."""
 
     def __init__(self, splits: tuple[Split, ...]) -> None:
         self.splits = splits
@@ -88,8 +96,8 @@ class _JoinedSplit:
         return "+".join(split.fingerprint() for split in self.splits)
 
 
-def _located(samples: Samples) -> tuple[tuple[Split, ...], Integers, Integers]:
-    """Splits that are no join, which of them each sample is from, and where it is in it."""
+def _locate(samples: Samples) -> tuple[tuple[Split, ...], Integers, Integers]:
+    """Return the original splits, and for each sample its split's number and its index there."""
     joined = samples.split
     if not isinstance(joined, _JoinedSplit):
         return (joined,), np.zeros(len(samples), np.int64), samples.indices
@@ -99,28 +107,30 @@ def _located(samples: Samples) -> tuple[tuple[Split, ...], Integers, Integers]:
 
 @dataclass(frozen=True)
 class Task:
-    """What arrives at once."""
+    """Classes that are learned together, with their training and test images."""
 
     index: int
     classes: tuple[int, ...]  # rows: positions in the stream's class order
     train: Samples
     test: Samples
-    untrained: tuple[int, ...] = ()  # rows without any training image: they stay in the test
-    removed_domains: tuple[int, ...] = ()  # missing in the training images
+    untrained: tuple[int, ...] = ()  # rows without training images; they are tested all the same
+    removed_domains: tuple[int, ...] = ()  # not in the training images
 
 
 @dataclass(frozen=True)
 class Stream:
+    """Tasks in the order in which they are learned."""
+
     name: str
     class_names: tuple[str, ...]  # by row
     class_order: tuple[int, ...]  # the source's class ids, by row
     tasks: tuple[Task, ...]
     notes: tuple[str, ...] = ()
-    validation: bool = False  # whether the test images are training images held out
+    validation: bool = False  # whether the test images are a held-out part of the training images
 
 
 def class_order(classes: int, seed: int) -> tuple[int, ...]:
-    """The natural order for seed 0, else the one the released code shuffles."""
+    """Return the natural order for seed 0, otherwise the shuffled order of the released code."""
     order = list(range(classes))
     if seed > 0:
         random.Random(seed).shuffle(order)
@@ -137,13 +147,22 @@ def make_stream(
     validation: bool = False,
     remove_domains: int = 0,
 ) -> Stream:
-    """Cut a source into tasks by exactly one of the three rules.
+    """Split a source into tasks by exactly one of `tasks`, `classes_per_task` and `class_lists`.
 
-    `tasks`: so many, as even as can be, the remainder to the first; `classes_per_task`: so many
-    classes each, the last task takes what is left; `class_lists`: these classes in this order,
-    whatever the seed. `validation` holds out the last fifth of a seeded permutation of the
-    training images and tests on it. `remove_domains` takes so many domains, others in each task,
-    out of the training images.
+    Args:
+        source: the dataset.
+        tasks: number of tasks of equal size; the first tasks get the remaining classes.
+        classes_per_task: classes of each task; the last task may have fewer.
+        class_lists: class names of each task, in this order for every seed.
+        seed: seed of the class order, the validation split and the removed domains.
+        validation: test on the last fifth of a random permutation of the training images, which
+            is then not trained on.
+        remove_domains: number of domains, drawn anew for each task, to remove from its training
+            images.
+
+    Raises:
+        BadOption: an option is out of range, or not exactly one rule is given.
+        EmptyTask: a task has no class or no training image.
     """
     if seed < 0:
         raise BadOption("the stream", "seed", f"{seed} is negative; use 0 or more")
@@ -152,7 +171,7 @@ def make_stream(
             "the stream", "tasks", "give exactly one of tasks, classes_per_task and class_lists"
         )
     if class_lists is not None:
-        order, sizes = _listed_classes(source, class_lists)
+        order, sizes = _order_from_lists(source, class_lists)
     else:
         order = class_order(len(source.class_names), seed)
         sizes = _task_sizes(len(order), tasks, classes_per_task)
@@ -164,38 +183,38 @@ def make_stream(
     test_split, test_indices = source.test, np.arange(len(source.test))
     if validation:
         permuted = _generator(seed, "validation").permutation(len(source.train))
-        kept = len(permuted) - len(permuted) // 5
-        train_indices, test_indices = np.sort(permuted[:kept]), np.sort(permuted[kept:])
+        count = len(permuted) - len(permuted) // 5
+        train_indices, test_indices = np.sort(permuted[:count]), np.sort(permuted[count:])
         test_split = source.train
     train = Samples(source.train, train_indices, row_of[source.train.labels[train_indices]])
     test = Samples(test_split, test_indices, row_of[test_split.labels[test_indices]])
 
-    cut_tasks = []
-    first = 0
+    stream_tasks = []
+    first_row = 0
     for index, size in enumerate(sizes):
-        rows = tuple(range(first, first + size))
-        removed = _removed(source, seed, index, remove_domains)
-        cut_tasks.append(_task(source, index, rows, train, test, removed))
-        first += size
+        rows = tuple(range(first_row, first_row + size))
+        removed = _draw_removed_domains(source, seed, index, remove_domains)
+        stream_tasks.append(_make_task(source, index, rows, train, test, removed))
+        first_row += size
     return Stream(
         source.name,
         tuple(source.class_names[number] for number in order),
         order,
-        tuple(cut_tasks),
-        (*source.notes, *_notes(cut_tasks, seed, validation, remove_domains)),
+        tuple(stream_tasks),
+        (*source.notes, *_notes(stream_tasks, seed, validation, remove_domains)),
         validation,
     )
 
 
-def _listed_classes(
+def _order_from_lists(
     source: Source, class_lists: Sequence[Sequence[str]]
 ) -> tuple[tuple[int, ...], list[int]]:
     if isinstance(class_lists, str) or any(isinstance(names, str) for names in class_lists):
         raise BadOption(
-            "the stream", "class_lists", "needs a list of class names for each task, not a name"
+            "the stream", "class_lists", "needs a list of class names for each task, not a string"
         )
     if not class_lists:
-        raise EmptyTask(0, "has no class, as class_lists is empty")
+        raise EmptyTask(0, "has no class because class_lists is empty")
     number_of = {name: number for number, name in enumerate(source.class_names)}
     task_of: dict[str, int] = {}
     for task, names in enumerate(class_lists):
@@ -220,7 +239,7 @@ def _task_sizes(classes: int, tasks: int | None, classes_per_task: int | None) -
     if classes_per_task is None or classes_per_task < 1:
         raise BadOption("the stream", "classes_per_task", f"{classes_per_task} is less than 1")
     if not classes:
-        raise EmptyTask(0, "has no class, as the source has none")
+        raise EmptyTask(0, "has no class because the source has none")
     return [min(classes_per_task, classes - first) for first in range(0, classes, classes_per_task)]
 
 
@@ -237,19 +256,19 @@ def _check_domains(source: Source, remove: int) -> None:
         raise BadOption(
             "the stream",
             "remove_domains",
-            f"{remove} of {len(source.domain_names)} domains leave no training image; use at most "
-            f"{len(source.domain_names) - 1}",
+            f"removing {remove} of {len(source.domain_names)} domains leaves no training image; "
+            f"use at most {len(source.domain_names) - 1}",
         )
 
 
-def _removed(source: Source, seed: int, task: int, count: int) -> tuple[int, ...]:
+def _draw_removed_domains(source: Source, seed: int, task: int, count: int) -> tuple[int, ...]:
     if not count:
         return ()
-    chosen = _generator(seed, "domains", task).permutation(len(source.domain_names))[:count]
-    return tuple(sorted(int(domain) for domain in chosen))
+    drawn = _generator(seed, "domains", task).permutation(len(source.domain_names))[:count]
+    return tuple(sorted(int(domain) for domain in drawn))
 
 
-def _task(
+def _make_task(
     source: Source,
     index: int,
     rows: tuple[int, ...],
@@ -257,40 +276,38 @@ def _task(
     test: Samples,
     removed: tuple[int, ...],
 ) -> Task:
-    own_train = train.subset(_within(train.labels, rows))
-    own_test = test.subset(_within(test.labels, rows))
-    if not len(own_train):
+    # The rows of a task are consecutive.
+    task_train, task_test = (
+        samples.subset((samples.labels >= rows[0]) & (samples.labels <= rows[-1]))
+        for samples in (train, test)
+    )
+    if not len(task_train):
         raise EmptyTask(index)
-    domains = own_train.domains
+    domains = task_train.domains
     if removed and domains is not None:
-        own_train = own_train.subset(~np.isin(domains, removed))
-        if not len(own_train):
+        task_train = task_train.subset(~np.isin(domains, removed))
+        if not len(task_train):
             names = ", ".join(source.domain_names[domain] for domain in removed)
             raise EmptyTask(index, f"has no training image without the domains {names}")
-    present = set(own_train.labels.tolist())
-    untrained = tuple(row for row in rows if row not in present)
-    return Task(index, rows, own_train, own_test, untrained, removed)
-
-
-def _within(labels: Integers, rows: tuple[int, ...]) -> NDArray[np.bool_]:
-    """A task's rows follow one another."""
-    return (labels >= rows[0]) & (labels <= rows[-1])
+    trained = set(task_train.labels.tolist())
+    untrained = tuple(row for row in rows if row not in trained)
+    return Task(index, rows, task_train, task_test, untrained, removed)
 
 
 def _notes(
     tasks: Sequence[Task], seed: int, validation: bool, remove_domains: int
 ) -> Iterator[str]:
     if validation:
-        yield f"tested on a fifth of the training images, held out (seed {seed})"
+        yield f"tested on a held-out fifth of the training images (seed {seed})"
     if remove_domains:
-        yield f"{remove_domains} domains of each task removed from its training images"
+        yield f"{remove_domains} domains removed from the training images of each task"
     if untrained := sum(len(task.untrained) for task in tasks):
-        yield f"{untrained} classes have no training image: they stay in the test"
+        yield f"{untrained} classes have no training image but are tested"
     for task in tasks:
         if not len(task.test):
             yield f"task {task.index + 1} has no test image"
 
 
 def _generator(seed: int, purpose: str, task: int = 0) -> np.random.Generator:
-    """Independent draws for each purpose and task."""
+    """Return an independent generator for each purpose and task."""
     return np.random.default_rng((seed, task, int.from_bytes(purpose.encode(), "big")))

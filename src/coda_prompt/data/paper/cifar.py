@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.paper.cifar_pickle import read_cifar_pickle
-from coda_prompt.data.sources import ArraySplit, Source, folder_source
+from coda_prompt.data.sources import ArraySplit, Source
 from coda_prompt.errors import CorruptFile, MissingData
 
 FOLDER = "cifar-100-python"

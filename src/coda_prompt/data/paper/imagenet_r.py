@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from coda_prompt.data.folders import folder_source
 from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_lists
-from coda_prompt.data.sources import FileSplit, Source, Split, folder_source
+from coda_prompt.data.sources import FileSplit, Source, Split
 from coda_prompt.errors import CorruptFile, MissingData
 
 PLACES = ("imagenet-r",)
