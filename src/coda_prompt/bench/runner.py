@@ -194,10 +194,12 @@ def execute(
         identity = {"config": as_json(run.config), "inputs": hashes(surroundings)}
         place = run.folder / CHECKPOINTS
         kept = _nothing if mirror is None else mirror.push
-        keeper = Checkpointer(place, identity, writes=first, stop=stop, notes=notes, kept=kept)
+        checkpointer = Checkpointer(
+            place, identity, writes=first, stop=stop, notes=notes, on_checkpoint=kept
+        )
         length = 0
-        if keeper.found is not None:
-            length, seconds = _restored(result, keeper.found)
+        if checkpointer.latest is not None:
+            length, seconds = _restored(result, checkpointer.latest)
             started -= seconds
             if first and (there := os.path.getsize(events.fileno())) < length:
                 log.warning("%s has lost lines, which are not told again", run.folder / LOG)
@@ -218,7 +220,7 @@ def execute(
 
         engine = Engine(views, training, fabric=fabric, on_event=tell)
         every = benchmark.measure_every
-        engine.run(method, stream, keeper=keeper, result=result, measure_every=every)
+        engine.run(method, stream, checkpointer=checkpointer, result=result, measure_every=every)
         if not first:
             return
         for logger in loggers:
@@ -244,7 +246,7 @@ def execute(
                 "peak_memory_bytes": memory.peak(),
             },
         )
-        keeper.remove()
+        checkpointer.remove()
         kept()
 
 

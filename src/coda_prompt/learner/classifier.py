@@ -185,16 +185,16 @@ class ContinualClassifier:
         task = self._task(images, [*known, *new], validation)
         try:
             training = self._training_of(epochs=epochs, queries=queries)
-            keeper = None
+            checkpointer = None
             if progress is not None:
                 identity = self._identity(images, training, validation)
                 first = self._fabric.global_rank == 0
                 stop = agreed(self._fabric, stop)
-                keeper = Checkpointer(progress, identity, writes=first, stop=stop)
-                held = keeper.other and keeper.other.identity
+                checkpointer = Checkpointer(progress, identity, writes=first, stop=stop)
+                held = checkpointer.other_training and checkpointer.other_training.identity
                 if isinstance(held, dict) and held.get("tasks") == identity["tasks"]:
                     raise UnfinishedLesson(progress)
-            self._engine(on_event, training).learn(self._method, task, keeper=keeper)
+            self._engine(on_event, training).learn(self._method, task, checkpointer=checkpointer)
             record = self._record(images, new, len(task.test))
             self._tasks = [*records, record]
             if len(task.test):
@@ -205,7 +205,7 @@ class ContinualClassifier:
             before.restore()
             self._tasks = records
             raise
-        self._kept = keeper
+        self._kept = checkpointer
         self._current, self._previous = None, previous
         return Learned(
             tuple(record.new),

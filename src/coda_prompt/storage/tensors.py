@@ -42,10 +42,15 @@ class TensorFile:
 
 def encode_tensors(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> bytes:
     """Return the bytes of a checked tensor file."""
+    return _encode(tensors, description)[0]
+
+
+def _encode(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> tuple[bytes, str]:
     # Cloned because safetensors refuses tensors that share memory.
     values = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    stated = {**description, SHA256: _content_sha256(values, description)}
-    return save(values, {DESCRIPTION: json.dumps(stated, sort_keys=True)})
+    sha256 = _content_sha256(values, description)
+    header = json.dumps({**description, SHA256: sha256}, sort_keys=True)
+    return save(values, {DESCRIPTION: header}), sha256
 
 
 def decode_tensors(content: bytes, path: object) -> TensorFile:
@@ -82,11 +87,11 @@ def decode_tensors(content: bytes, path: object) -> TensorFile:
     return TensorFile(tensors, description, actual)
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
-) -> None:
-    """Write a checked tensor file atomically."""
-    write_atomically(path, encode_tensors(tensors, description))
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> str:
+    """Write a checked tensor file atomically and return its sha256."""
+    content, sha256 = _encode(tensors, description)
+    write_atomically(path, content)
+    return sha256
 
 
 def read_tensors(path: Path) -> TensorFile:

@@ -1,12 +1,12 @@
-"""A training on disk, so that one that was stopped, however, goes on and ends with the same bits.
+"""Checkpoints of a training run: an interrupted run resumes and ends bit-identical.
 
-    checkpoint-000017.json       where it stood and the hash of every file it needs
+    checkpoint-000017.json       the position in the training and the hash of every file it needs
     learned-000015.safetensors   what a finished task changed in the learned state
-    training-000017.safetensors  parameters and optimizer in the midst of a task
+    training-000017.safetensors  parameters and optimizer state within a task
 
-Files are written under other names, flushed and renamed, the checkpoint last; the last two are
-kept, and the newest that is whole counts. Randomness needs no keeping: it is keyed by seed, task,
-epoch and image.
+All files are written atomically, the checkpoint last. The last two checkpoints are retained; a
+run resumes from the newest intact one. Random generators need no state on disk: they are keyed by
+seed, task, epoch and image.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import Method
 from coda_prompt.storage.files import FileSchema, write_atomically
-from coda_prompt.storage.tensors import read_tensors, stated_sha256, tensors_sha256, write_tensors
+from coda_prompt.storage.tensors import read_tensors, tensors_sha256, write_tensors
 from coda_prompt.training.settings import Event
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-KEPT = 2
+FORMAT = 2
+"""Format 1 had no stage and numbered the optimizer's parameters instead of naming them."""
+RETAINED = 2
 CHECKPOINT = "checkpoint-{:06}.json"
 LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
 FILE_NAME = r"^(learned|training)-[0-9]{6,12}\.safetensors$"
@@ -43,40 +45,50 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-([0-9]{6,8})\.json")
 OWN_NAME = re.compile(
     r"\.?(checkpoint-[0-9]{6,9}\.json|(learned|training)-[0-9]{6,12}\.safetensors)(\.[0-9]+\.tmp)?"
 )
-"""Of its files, and of those that are being written."""
+"""Files of a checkpointer, complete or being written."""
 
 
-class TensorFile(FileSchema):
+class FileRecord(FileSchema):
+    """A tensor file that a checkpoint needs."""
+
     name: str = Field(pattern=FILE_NAME)
     sha256: str
     size: int = Field(ge=0)
     appended: list[str]
-    """Tensors in it that go behind what earlier files have; the others stand for themselves."""
+    """Tensors to append to those of earlier files; all others replace them."""
 
 
 class Checkpoint(FileSchema):
-    """Where a training stood: tasks done, and steps done of the one at hand."""
+    """The content of a checkpoint file."""
 
-    format: int = Field(ge=FORMAT, le=FORMAT)
+    format: int = Field(ge=1, le=FORMAT)
     identity: Any
-    """What the training was told; another one does not go on from here."""
+    """Everything that determines the result; another training does not resume from here."""
     task: int = Field(ge=0)
+    """Finished tasks."""
+    stage: int = Field(default=0, ge=0)
+    """Finished stages of the current task."""
     epoch: int = Field(ge=0)
+    """Finished epochs of the stage."""
     step: int = Field(ge=0)
+    """Finished steps of the epoch."""
     losses: list[float]
-    """Of the epochs done in this task."""
+    """Mean loss of each finished epoch of the task."""
     sum_of_losses: float
-    """Of the steps done in this epoch."""
-    learned: list[TensorFile]
-    training: TensorFile | None
+    """Over the images of the epoch's finished steps."""
+    learned: list[FileRecord]
+    training: FileRecord | None
+    """None between two tasks."""
     notes: dict[str, Any]
-    """The caller's own, as of then."""
+    """The caller's own data at that time."""
 
 
 @dataclass
-class Going:
-    """A task's training between two steps."""
+class TrainingPosition:
+    """The position in a training between two steps; the fields are those of `Checkpoint`."""
 
+    task: int = 0
+    stage: int = 0
     epoch: int = 0
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -84,225 +96,230 @@ class Going:
 
 
 class Checkpointer:
-    """Keeps one training in a folder; `found` is where an earlier one stopped."""
+    """Saves one training to a folder and resumes it from there.
+
+    Attributes:
+        latest: The newest intact checkpoint of this training; None after it was restored.
+        other_training: The newest intact checkpoint, if it is of a different training.
+    """
 
     def __init__(
         self,
         folder: Path,
         identity: Any,
         *,
-        every: float = 60.0,
+        interval: float = 60.0,
         writes: bool = True,
         stop: Callable[[], bool] = lambda: False,
         notes: Callable[[], dict[str, Any]] = dict,
-        kept: Callable[[], object] = lambda: None,
+        on_checkpoint: Callable[[], object] = lambda: None,
     ) -> None:
-        """`every`: seconds between checkpoints within an epoch. `stop`: whether to stop now.
-        `kept`: called when a checkpoint is there.
-
-        Of several processes of a training, one `writes`; all go on from what it wrote.
+        """
+        Args:
+            folder: Where the files are; created with the first checkpoint.
+            identity: JSON that determines the result, compared when resuming.
+            interval: Seconds between two checkpoints within an epoch.
+            writes: True on the one rank that writes; all ranks resume from its files.
+            stop: Whether a shutdown was requested.
+            notes: The caller's own data to store with each checkpoint.
+            on_checkpoint: Called after each checkpoint.
         """
         if folder.is_symlink():
-            raise CorruptFile(folder, "is a link to elsewhere", "Remove it.")
-        self.folder, self.identity, self.every = folder, identity, every
+            raise CorruptFile(folder, "is a symbolic link", "Remove it.")
+        self.folder, self.identity, self.interval = folder, identity, interval
         self.writes = writes
-        self.other: Checkpoint | None = None
-        """The newest whole one, where it is of another training."""
-        self._stop, self._notes, self._kept = stop, notes, kept
-        self._learned: list[TensorFile] = []
-        self._prefixes: dict[str, tuple[tuple[int, ...], str]] = {}
-        """Of each tensor that grows, the shape and hash of what is on disk."""
+        self._stop, self._notes, self._on_checkpoint = stop, notes, on_checkpoint
+        self._learned: list[FileRecord] = []
+        self._on_disk: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and hash of each growing tensor as the files have it."""
         self._number = 0
-        self._saved = time.monotonic()
-        self.found = self._newest()
-        if self.found is not None:
-            self._learned = list(self.found.learned)
+        self._last_save = time.monotonic()
+        self.other_training: Checkpoint | None = None
+        self.latest = self._newest_checkpoint()
+        if self.latest is not None:
+            self._learned = list(self.latest.learned)
 
-    # -- going on
+    # -- resuming
+
+    @property
+    def position(self) -> TrainingPosition | None:
+        """The position to resume from within a task; None: the next task starts from the beginning.
+
+        Raises:
+            CorruptFile: The counts of the checkpoint contradict each other.
+        """
+        latest = self.latest
+        if latest is None or latest.training is None:
+            return None
+        epochs = len(latest.losses)  # of all stages
+        if epochs < latest.epoch or (latest.stage == 0 and epochs > latest.epoch):
+            raise CorruptFile(self.folder, "a checkpoint has losses of other epochs than it counts")
+        values = {name: getattr(latest, name) for name in TrainingPosition.__dataclass_fields__}
+        return TrainingPosition(**values | {"losses": list(latest.losses)})
 
     def restore_learned(self, method: Method) -> None:
-        """Put back what the tasks before the one at hand had learned."""
+        """Load what the finished tasks learned."""
         state: dict[str, Tensor] = {}
         for file in self._learned:
-            for name, tensor in self._tensors(file).items():
+            for name, tensor in read_tensors(self.folder / file.name).tensors.items():
                 if name in file.appended:
                     try:
                         tensor = torch.cat([state[name], tensor], method.grows[name])
                     except (KeyError, RuntimeError, IndexError) as error:
-                        problem = f"'{name}' does not continue what is there"
+                        problem = f"'{name}' does not continue the earlier files"
                         raise CorruptFile(self.folder / file.name, problem) from error
                 state[name] = tensor
         if state:
             method.load_learned_state(state)
             self._remember(method, state)
 
-    def restore_training(self, method: Method, optimizer: torch.optim.Optimizer) -> Going:
-        """Put back parameters and optimizer where a task was stopped within."""
-        found, self.found = self.found, None
-        if found is None or found.training is None:
-            return Going()
-        if len(found.losses) != found.epoch:
-            raise CorruptFile(self.folder, "a checkpoint in it counts other epochs than it has")
-        tensors = self._tensors(found.training)
-        parameters = {name: held for name, held in method.named_parameters() if held.requires_grad}
-        state = optimizer.state_dict()
-        for number, (name, parameter) in enumerate(parameters.items()):
-            kept = tensors.pop(f"parameter.{name}", None)
-            if kept is None or not _like(kept, parameter):
-                problem = f"it does not fit the parameter '{name}'"
-                raise CorruptFile(self.folder / found.training.name, problem)
-            parameter.data.copy_(kept)
-            start = f"optimizer.{number}."
-            own = {
-                key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)
-            }
-            if own and not _of_adam(own, parameter):
-                problem = f"its optimizer does not fit the parameter '{name}'"
-                raise CorruptFile(self.folder / found.training.name, problem)
-            if own:
-                state["state"][number] = own
-        optimizer.load_state_dict(state)
-        return Going(found.epoch, found.step, list(found.losses), found.sum_of_losses)
+    def restore_training(self, method: Method, optimizer: Optimizer) -> TrainingPosition | None:
+        """Load parameters and optimizer state if a task was interrupted.
 
-    # -- keeping
+        Returns:
+            The position to continue from; None if the task starts from the beginning.
 
-    def after_task(self, method: Method, task: int) -> None:
-        """A task is done and measured: what it changed in the learned state, and nothing else."""
+        Raises:
+            CorruptFile: The checkpoint does not match the method or the optimizer.
+        """
+        position, latest = self.position, self.latest
+        self.latest = None
+        if position is None or latest is None or latest.training is None:
+            return None
+        path = self.folder / latest.training.name
+        tensors = read_tensors(path).tensors
+        _load_parameters(method, tensors, path)
+        if position.stage:
+            _load_buffers(method, tensors, path)
+        _load_optimizer(method, optimizer, tensors, path)
+        return position
+
+    # -- saving
+
+    def save_after_task(self, method: Method, task: int) -> None:
+        """Save what a finished and evaluated task changed in the learned state."""
         if not self.writes:
             return
-        state = {name: held.detach().cpu() for name, held in method.learned_state().items()}
+        state = {name: tensor.detach().cpu() for name, tensor in method.learned_state().items()}
         changed, appended = {}, []
         for name, tensor in state.items():
-            before = self._prefixes.get(name)
-            axis = method.grows.get(name)
-            if before is not None and axis is not None:
-                shape, digest = before
-                head = tensor.narrow(axis, 0, min(shape[axis], tensor.shape[axis]))
-                if tuple(head.shape) == shape and tensors_sha256({name: head}) == digest:
-                    changed[name] = tensor.narrow(
-                        axis, shape[axis], tensor.shape[axis] - shape[axis]
-                    )
-                    appended.append(name)
-                    continue
-            changed[name] = tensor
+            new_rows = self._new_rows(name, tensor, method.grows.get(name))
+            if new_rows is not None:
+                appended.append(name)
+            changed[name] = tensor if new_rows is None else new_rows
         self._remember(method, state)
-        if 2 * _size(changed) > _size(state):  # little would be saved: the chain starts anew
+        if 2 * _bytes(changed) > _bytes(state):  # appending would save little: start over
             changed, appended, self._learned = state, [], []
-        file = self._write(LEARNED.format(self._number + 1), changed, appended)
+        file = self._write_tensors(LEARNED, changed, appended)
         self._learned = [*self._learned, file]
-        self._write_checkpoint(task + 1, Going(), None)
+        self._write_checkpoint(TrainingPosition(task + 1), None)
 
-    def after_step(
-        self, method: Method, optimizer: torch.optim.Optimizer, task: int, going: Going
+    def save_after_step(
+        self, method: Method, optimizer: Optimizer, position: TrainingPosition
     ) -> None:
-        """A step is done: kept where it is time, an epoch ends, or all is to stop."""
+        """Save within a task if the interval has passed, an epoch ended or a shutdown is requested.
+
+        Raises:
+            Interrupted: A shutdown was requested; the step is saved.
+        """
         stop = self._stop()
-        due = stop or going.step == 0 or time.monotonic() - self._saved >= self.every
+        due = stop or position.step == 0 or time.monotonic() - self._last_save >= self.interval
         if due and self.writes:
-            self._keep_training(method, optimizer, task, going)
+            tensors = _training_tensors(method, optimizer, position.stage)
+            self._write_checkpoint(position, self._write_tensors(TRAINING, tensors, []))
         if stop:
             raise Interrupted
 
     def remove(self) -> None:
-        """The training is done; nothing of it is needed any more."""
+        """Delete all checkpoints once the training is finished."""
         if not self.writes:
             return
         for path in self._own_files():
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others may have put something there
+        with contextlib.suppress(OSError):  # not empty: somebody else's files are in it
             self.folder.rmdir()
 
-    def _keep_training(
-        self, method: Method, optimizer: torch.optim.Optimizer, task: int, going: Going
-    ) -> None:
-        tensors = {
-            f"parameter.{name}": parameter.detach()
-            for name, parameter in method.named_parameters()
-            if parameter.requires_grad
-        }
-        for number, own in optimizer.state_dict()["state"].items():
-            for key, value in own.items():
-                tensors[f"optimizer.{number}.{key}"] = torch.as_tensor(value)
-        file = self._write(TRAINING.format(self._number + 1), tensors, [])
-        self._write_checkpoint(task, going, file)
-
     def _remember(self, method: Method, state: Mapping[str, Tensor]) -> None:
-        self._prefixes = {
+        self._on_disk = {
             name: (tuple(state[name].shape), tensors_sha256({name: state[name]}))
             for name in method.grows
             if name in state
         }
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor], appended: list[str]) -> TensorFile:
+    def _new_rows(self, name: str, tensor: Tensor, axis: int | None) -> Tensor | None:
+        """The rows behind those on disk; None if the tensor does not start with these."""
+        if axis is None or name not in self._on_disk:
+            return None
+        shape, sha256 = self._on_disk[name]
+        old = tensor.narrow(axis, 0, min(shape[axis], tensor.shape[axis]))
+        if tuple(old.shape) != shape or tensors_sha256({name: old}) != sha256:
+            return None
+        return tensor.narrow(axis, shape[axis], tensor.shape[axis] - shape[axis])
+
+    def _write_tensors(
+        self, name: str, tensors: Mapping[str, Tensor], appended: list[str]
+    ) -> FileRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / name
-        write_tensors(path, tensors, {})
-        digest, size = stated_sha256(path), path.stat().st_size
-        assert digest is not None
-        return TensorFile(name=name, sha256=digest, size=size, appended=appended)
+        path = self.folder / name.format(self._number + 1)
+        sha256 = write_tensors(path, tensors, {"checkpoint": FORMAT})
+        size = path.stat().st_size
+        return FileRecord(name=path.name, sha256=sha256, size=size, appended=appended)
 
-    def _tensors(self, file: TensorFile) -> dict[str, Tensor]:
-        return read_tensors(self.folder / file.name).tensors
-
-    def _write_checkpoint(self, task: int, going: Going, training: TensorFile | None) -> None:
+    def _write_checkpoint(self, position: TrainingPosition, training: FileRecord | None) -> None:
         self._number += 1
         checkpoint = Checkpoint(
             format=FORMAT,
             identity=self.identity,
-            task=task,
-            epoch=going.epoch,
-            step=going.step,
-            losses=list(going.losses),
-            sum_of_losses=going.sum_of_losses,
+            **asdict(position),
             learned=self._learned,
             training=training,
             notes=self._notes(),
         )
         text = checkpoint.model_dump_json()
-        whole = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
-        write_atomically(self.folder / CHECKPOINT.format(self._number), whole.encode())
-        self._saved = time.monotonic()
-        self._tidy()
-        self._kept()
+        content = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}
+        path = self.folder / CHECKPOINT.format(self._number)
+        write_atomically(path, json.dumps(content).encode())
+        self._last_save = time.monotonic()
+        self._remove_unneeded()
+        self._on_checkpoint()
 
-    def _tidy(self) -> None:
-        """Remove what no kept checkpoint needs."""
-        newest = self._checkpoints()[-KEPT:]
-        needed = {path.name for path in newest}
-        for path in newest:
-            held = self._read(path)
-            if isinstance(held, Checkpoint):
-                files = [*held.learned, *([held.training] if held.training else [])]
-                needed |= {file.name for file in files}
+    def _remove_unneeded(self) -> None:
+        """Delete older checkpoints and the files that only they needed."""
+        retained = self._checkpoint_paths()[-RETAINED:]
+        needed = {path.name for path in retained}
+        for path in retained:
+            checkpoint = self._read(path)
+            if isinstance(checkpoint, Checkpoint):
+                needed |= {file.name for file in _files_of(checkpoint)}
         for path in self._own_files():
             if path.name not in needed:
                 path.unlink(missing_ok=True)
 
-    # -- finding
+    # -- reading
 
-    def _newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole and of this training."""
-        paths = self._checkpoints()
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """The newest intact checkpoint of this training."""
+        paths = self._checkpoint_paths()
         if paths:
             self._number = _number(paths[-1])
         for path in reversed(paths):
-            held = self._read(path)
-            problem = held if isinstance(held, str) else self._damage(held)
-            if problem is None and isinstance(held, Checkpoint):
-                if held.identity == self.identity:
-                    return held
-                self.other = self.other or held
-                problem = "it is of another training"
-            log.warning("%s cannot be used (%s): an earlier one counts, if any", path, problem)
+            checkpoint = self._read(path)
+            problem = checkpoint if isinstance(checkpoint, str) else self._damage(checkpoint)
+            if problem is None and isinstance(checkpoint, Checkpoint):
+                if checkpoint.identity == self.identity:
+                    return checkpoint
+                self.other_training = self.other_training or checkpoint
+                problem = "it belongs to another training"
+            log.warning("%s cannot be used (%s); trying an earlier checkpoint", path, problem)
         return None
 
     def _read(self, path: Path) -> Checkpoint | str:
         """The checkpoint, or what is wrong with it."""
         try:
-            whole = json.loads(path.read_bytes())
-            text = whole["content"]
-            if hashlib.sha256(text.encode()).hexdigest() != whole["sha256"]:
-                return "its content does not fit its hash"
+            file = json.loads(path.read_bytes())
+            text = file["content"]
+            if hashlib.sha256(text.encode()).hexdigest() != file["sha256"]:
+                return "its content does not match its sha256"
             return Checkpoint.model_validate_json(text)
         except OSError as error:
             return f"it cannot be read: {error.strerror}"
@@ -310,12 +327,12 @@ class Checkpointer:
             return "it is damaged"
 
     def _damage(self, checkpoint: Checkpoint) -> str | None:
-        training = [checkpoint.training] if checkpoint.training else []
-        for file in (*checkpoint.learned, *training):
+        """What is wrong with the files of a checkpoint."""
+        for file in _files_of(checkpoint):
             path = self.folder / file.name
             try:
                 if path.stat().st_size != file.size:
-                    return f"{file.name} is cut off"
+                    return f"{file.name} is truncated"
                 if read_tensors(path).sha256 != file.sha256:
                     return f"{file.name} is damaged"
             except CorruptFile as error:
@@ -324,40 +341,121 @@ class Checkpointer:
                 return f"{file.name} cannot be read: {error.strerror}"
         return None
 
-    def _checkpoints(self) -> list[Path]:
-        """Oldest first; files of other names are none of ours."""
-        found = self.folder.glob("checkpoint-*.json")
-        return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=_number)
+    def _checkpoint_paths(self) -> list[Path]:
+        """Oldest first."""
+        paths = self.folder.glob("checkpoint-*.json")
+        return sorted((path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=_number)
 
     def _own_files(self) -> list[Path]:
         return [path for path in self.folder.glob("*") if OWN_NAME.fullmatch(path.name)]
 
 
-def _of_adam(own: Mapping[str, Tensor], parameter: Tensor) -> bool:
-    """Whether this is what Adam keeps of a parameter."""
-    if own.keys() != {"step", "exp_avg", "exp_avg_sq"}:
-        return False
-    step = own["step"]
-    if step.shape != () or not step.is_floating_point() or not bool(step >= 0):
-        return False
-    return all(_like(own[name], parameter) for name in ("exp_avg", "exp_avg_sq"))
+def _training_tensors(method: Method, optimizer: Optimizer, stage: int) -> dict[str, Tensor]:
+    """Parameters and optimizer state as `parameter.NAME` and `optimizer.NAME.KEY`."""
+    state: dict[str, Tensor] = dict(_trainable(method))
+    if stage:  # earlier stages changed more than what trains now
+        state |= method.learned_state()
+    tensors = {f"parameter.{name}": value for name, value in state.items()}
+    for name, parameter in _trainable(method).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+    return tensors
 
 
-def _like(kept: Tensor, parameter: Tensor) -> bool:
-    same = kept.shape == parameter.shape and kept.dtype == parameter.dtype
-    return same and bool(kept.isfinite().all())
+def _load_parameters(method: Method, tensors: Mapping[str, Tensor], path: Path) -> None:
+    for name, parameter in method.named_parameters():
+        saved = tensors.get(f"parameter.{name}")
+        if saved is None and not parameter.requires_grad:
+            continue
+        if saved is None or not _matches(saved, parameter):
+            raise CorruptFile(path, f"it does not fit the parameter '{name}'")
+        parameter.data.copy_(saved)
+
+
+def _load_buffers(method: Method, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Load buffers that earlier stages may have changed or enlarged."""
+    for name, buffer in list(method.named_buffers()):
+        saved = tensors.get(f"parameter.{name}")
+        if saved is None:
+            continue
+        if saved.dtype != buffer.dtype or saved.dim() != buffer.dim():
+            raise CorruptFile(path, f"it does not fit the buffer '{name}'")
+        owner, _, attribute = name.rpartition(".")
+        setattr(method.get_submodule(owner), attribute, saved.to(buffer.device))
+
+
+def _load_optimizer(
+    method: Method, optimizer: Optimizer, tensors: Mapping[str, Tensor], path: Path
+) -> None:
+    names = {id(parameter): name for name, parameter in _trainable(method).items()}
+    numbers = {name: number for number, name in enumerate(names.values())}
+    state = optimizer.state_dict()
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, parameter in enumerate(parameters):
+        name = names[id(parameter)]
+        saved: dict[str, Tensor] = {}
+        for prefix in (f"optimizer.{name}.", f"optimizer.{numbers[name]}."):  # the latter: format 1
+            saved |= {
+                key.removeprefix(prefix): value
+                for key, value in tensors.items()
+                if key.startswith(prefix)
+            }
+        if saved and not _fits_optimizer(saved, parameter, optimizer):
+            raise CorruptFile(path, f"its optimizer state does not fit the parameter '{name}'")
+        if saved:
+            state["state"][index] = saved
+    optimizer.load_state_dict(state)
+
+
+def _fits_optimizer(
+    saved: Mapping[str, Tensor], parameter: nn.Parameter, optimizer: Optimizer
+) -> bool:
+    """Whether this is what the optimizer stores for a parameter: counters and tensors like it."""
+    group = next(each for each in optimizer.param_groups if _contains(each["params"], parameter))
+    probe = nn.Parameter(torch.zeros(1, device=parameter.device))
+    probe.grad = torch.zeros_like(probe)
+    twin = type(optimizer)([{**group, "params": [probe]}])  # type: ignore[call-arg]
+    twin.step()
+    expected = {key: value for key, value in twin.state[probe].items() if value is not None}
+    if saved.keys() != expected.keys():
+        return False
+    for key, value in saved.items():
+        if torch.as_tensor(expected[key]).dim() == 0:  # a counter
+            if value.shape != () or not value.is_floating_point() or not bool(value >= 0):
+                return False
+        elif not _matches(value, parameter):
+            return False
+    return True
+
+
+def _contains(parameters: list[nn.Parameter], wanted: nn.Parameter) -> bool:
+    return any(parameter is wanted for parameter in parameters)
+
+
+def _trainable(method: Method) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in method.named_parameters() if each.requires_grad}
+
+
+def _matches(saved: Tensor, parameter: Tensor) -> bool:
+    same = saved.shape == parameter.shape and saved.dtype == parameter.dtype
+    return same and bool(saved.isfinite().all())
+
+
+def _files_of(checkpoint: Checkpoint) -> list[FileRecord]:
+    return [*checkpoint.learned, *([checkpoint.training] if checkpoint.training else [])]
 
 
 def _number(path: Path) -> int:
-    found = CHECKPOINT_NAME.fullmatch(path.name)
-    return int(found[1]) if found else 0
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
 
 
-def _size(tensors: Mapping[str, Tensor]) -> int:
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def heed(stop: Callable[[], bool], event: Event) -> None:
-    """Stop between two steps, where asked to; within a training the keeper does, after keeping."""
+    """Raise Interrupted between two steps if a shutdown was requested."""
     if event.kind in ("task", "evaluation", "pass") and stop():
         raise Interrupted

@@ -30,7 +30,7 @@ from coda_prompt.errors import (
 from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.training.checkpointing import Checkpointer, Going
+from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, agreed
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
@@ -81,14 +81,14 @@ class Engine:
         method: Method,
         stream: Stream,
         *,
-        keeper: Checkpointer | None = None,
+        checkpointer: Checkpointer | None = None,
         result: Result | None = None,
         measure_every: int = 1,
     ) -> Result:
         """Learn the stream's tasks in order, and after each (or every so many, and the last)
         measure all learned so far.
 
-        Where a keeper found an earlier run, this one goes on with its `result`.
+        If the checkpointer has an earlier run, it is resumed with its `result`.
         """
         _check_classes(stream)
         if method.classes_seen:
@@ -97,21 +97,23 @@ class Engine:
         together = method.trains_on == "all"
         tasks = [_everything(stream.tasks)] if together else stream.tasks
         done = 0
-        if keeper is not None and keeper.found is not None:
-            done = keeper.found.task
+        if checkpointer is not None and checkpointer.latest is not None:
+            done = checkpointer.latest.task
             if done > len(tasks):
-                raise CorruptFile(keeper.folder, f"it counts {done} tasks of {len(tasks)}")
+                raise CorruptFile(checkpointer.folder, f"it counts {done} tasks of {len(tasks)}")
             self._place(method)
-            keeper.restore_learned(method)
+            checkpointer.restore_learned(method)
         for task in tasks[done:]:
             past = tasks[: task.index]
-            losses = self.learn(method, task, past=past, tasks=len(tasks), keeper=keeper)
+            losses = self.learn(
+                method, task, past=past, tasks=len(tasks), checkpointer=checkpointer
+            )
             result.losses.append(losses)
             after = len(stream.tasks) - 1 if together else task.index
             if not (after + 1) % measure_every or after == len(stream.tasks) - 1:
                 self._measure(method, stream, after, result)
-            if keeper is not None:
-                keeper.after_task(method, task.index)
+            if checkpointer is not None:
+                checkpointer.save_after_task(method, task.index)
         return result
 
     def _measure(self, method: Method, stream: Stream, after: int, result: Result) -> None:
@@ -130,11 +132,11 @@ class Engine:
         *,
         past: Sequence[Task] = (),
         tasks: int = 0,
-        keeper: Checkpointer | None = None,
+        checkpointer: Checkpointer | None = None,
     ) -> list[float]:
         """Learn one task and return the mean loss of each epoch.
 
-        A keeper keeps the training, and this one goes on where that it found had stopped.
+        A checkpointer saves the training; a training that it has saved before is resumed.
 
         Where it cannot be learned to its end (a loss that is not finite, an unreadable image, an
         interrupt), the method is left as it was before.
@@ -152,7 +154,7 @@ class Engine:
             raise InvalidLabels(index, f"images of rows {strange} are not of its classes {classes}")
         before = Snapshot(method)
         try:
-            if keeper is None or keeper.found is None or keeper.found.training is None:
+            if checkpointer is None or checkpointer.position is None:
                 self.on_event(Event("task", index, tasks or index + 1))
             means = None
             if method.wants_class_means(classes):
@@ -160,7 +162,9 @@ class Engine:
             method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
             losses: list[float] = []
             if method.trainable_parameters():
-                losses = self._train(method, task.train, past, index, tasks or index + 1, keeper)
+                losses = self._train(
+                    method, task.train, past, index, tasks or index + 1, checkpointer
+                )
             if method.fits:
                 table = self._feature_table(method, task.train)
                 method.fit(table, labels.to(table.device))
@@ -179,7 +183,7 @@ class Engine:
         past: Sequence[Task],
         index: int,
         tasks: int,
-        keeper: Checkpointer | None,
+        checkpointer: Checkpointer | None,
     ) -> list[float]:
         training = self.training
         start = training.learning_rate or method.learning_rate
@@ -194,41 +198,44 @@ class Engine:
         for network in method.modules():
             if isinstance(network, ViT):
                 network.recompute = training.recompute
-        going = Going() if keeper is None else keeper.restore_training(method, optimizer)
-        if going.epoch > training.epochs:
-            raise CorruptFile("the checkpoint", f"it counts {going.epoch} epochs")
-        for epoch in range(going.epoch, training.epochs):
+        resumed = checkpointer and checkpointer.restore_training(method, optimizer)
+        position = resumed or TrainingPosition(index)
+        if position.epoch > training.epochs:
+            raise CorruptFile("the checkpoint", f"it counts {position.epoch} epochs")
+        for epoch in range(position.epoch, training.epochs):
             rate = learning_rate(training.schedule, start, epoch, training.epochs)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             samples = self._epoch_samples(method, own, past, index, epoch)
             order = self._shuffled(len(samples), index, epoch)
-            if going.step > len(order):
-                raise CorruptFile("the checkpoint", f"it counts {going.step} steps of {len(order)}")
-            left = order[going.step :]
+            if position.step > len(order):
+                raise CorruptFile(
+                    "the checkpoint", f"it counts {position.step} steps of {len(order)}"
+                )
+            left = order[position.step :]
             shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in left]
             key = Epoch(training.seed, index, epoch, training.views)
             loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
-            for step, (batch, whole) in enumerate(zip(loader, left, strict=True), going.step):
+            for step, (batch, whole) in enumerate(zip(loader, left, strict=True), position.step):
                 wrapped.zero_grad()
                 loss = self._backward(method, module, self._on_device(batch), samples, len(whole))
                 if not (math.isfinite(loss) and self._gradients_are_finite(method)):
                     raise NonFiniteLoss(index, epoch, step)
                 wrapped.step()
-                going.sum_of_losses += loss * len(whole)
-                going.step = step + 1
+                position.sum_of_losses += loss * len(whole)
+                position.step = step + 1
                 progress = (index, tasks, epoch, training.epochs, step, len(order), loss, rate)
                 self.on_event(Event("step", *progress))
-                if keeper is not None and going.step < len(order):
-                    keeper.after_step(method, optimizer, index, going)
-            mean = going.sum_of_losses / len(samples)
-            going = Going(epoch + 1, 0, [*going.losses, mean])
+                if checkpointer is not None and position.step < len(order):
+                    checkpointer.save_after_step(method, optimizer, position)
+            mean = position.sum_of_losses / len(samples)
+            position = TrainingPosition(index, 0, epoch + 1, 0, [*position.losses, mean])
             done = (index, tasks, epoch, training.epochs, len(order), len(order), mean, rate)
             self.on_event(Event("epoch", *done))
-            if keeper is not None:
-                keeper.after_step(method, optimizer, index, going)
+            if checkpointer is not None:
+                checkpointer.save_after_step(method, optimizer, position)
         method.eval()
-        return going.losses
+        return position.losses
 
     def _backward(
         self, method: Method, module: _FabricModule, batch: Batch, samples: Samples, whole: int
