@@ -43,7 +43,7 @@ from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples
 from coda_prompt.methods import TaskBrief
-from coda_prompt.methods.coda import CodaPrompt, component_weights, folded
+from coda_prompt.methods.coda import CodaPrompt, component_weights, key_products
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
@@ -75,11 +75,11 @@ def in_task(name: str, tasks: int, components: int, per_task: int) -> CodaPrompt
         method.begin_task(TaskBrief(task, 0, rows, labels + task * CLASSES))
         if task < tasks - 1:
             method.end_task()
-    missing = components - method.components.shape[1] - per_task
-    for kind in method.kinds:  # as if learned before
-        held = getattr(method, kind)
-        more = torch.randn(held.shape[0], max(0, missing), *held.shape[2:])
-        setattr(method, kind, torch.cat([held, more / held[0, :1].numel() ** 0.5], dim=1))
+    missing = components - len(method.components.frozen[0]) - per_task
+    for bank in method.prompt_banks.values():  # as if learned before
+        shape = bank.frozen.shape
+        more = torch.randn(shape[0], max(0, missing), *shape[2:])
+        bank.append(more / bank.frozen[0, :1].numel() ** 0.5)
     return method
 
 
@@ -285,7 +285,7 @@ def weight_steps(batch: int = 128, components: int = 1000, width: int = 768) -> 
         weights = torch.einsum("bmd,md->bm", attended, F.normalize(keys[0], dim=1))
         return torch.einsum("bm,mv->bv", weights, values[0])
 
-    held = folded(keys, attention)
+    held = key_products(keys, attention)
 
     def product() -> Tensor:
         return (component_weights(query, held) @ values)[0]

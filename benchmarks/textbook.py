@@ -79,14 +79,14 @@ class TextbookCoda(nn.Module):
         self.blocks = method.config.blocks
         parts = {}
         for kind in ("components", "keys", "attention"):
-            old, new = getattr(method, kind), getattr(method, f"new_{kind}")
+            old, new = getattr(method, kind).frozen, getattr(method, kind).trainable
             parts[f"old_{kind}"] = nn.Parameter(old.detach().clone(), requires_grad=False)
             if new is not None:
                 parts[f"new_{kind}"] = nn.Parameter(new.detach().clone())
         self.parts = nn.ParameterDict(parts)
-        self.first = method.classes_seen - int(method.task_sizes[-1])
-        self.head_weight = nn.Parameter(method.head.weight.clone())
-        self.head_bias = nn.Parameter(method.head.bias.clone())
+        self.first = method.classes_seen - int(method.task_sizes.rows[-1])
+        self.head_weight = nn.Parameter(method.head.weight.frozen.clone())
+        self.head_bias = nn.Parameter(method.head.bias.frozen.clone())
 
     def all_of(self, kind: str, block: int) -> Tensor:
         held = [self.parts[f"old_{kind}"][block]]

@@ -30,8 +30,8 @@ def grow(method: CodaPrompt, tasks: int, disturb: float = 0.0, seed: int = 0) ->
     """Tasks of two classes; training would leave components off the orthonormal start."""
     for _ in range(tasks):
         method.begin_task(brief(method, new=2, seed=seed))
-        for kind in method.kinds:
-            parameter = getattr(method, f"new_{kind}")
+        for kind in method.prompt_banks:
+            parameter = getattr(method, kind).trainable
             generator = torch.Generator().manual_seed(len(method.task_sizes))
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data = parameter.data + disturb * noise
@@ -52,24 +52,24 @@ def test_components_are_shared_out_and_none_is_unused(
 ) -> None:
     method = coda(components=components, tasks=tasks, length=4)
     grow(method, tasks)
-    assert method.component_sizes.tolist() == sizes
-    assert method.components.shape == (5, components, 4, 32)
+    assert method.component_sizes.rows.tolist() == sizes
+    assert method.components.frozen.shape == (5, components, 4, 32)
 
 
 def test_open_ended_growth_adds_a_constant_number_per_task() -> None:
     method = coda(components_per_task=3, length=2)
     grow(method, 4)
-    assert method.component_sizes.tolist() == [3, 3, 3, 3]
+    assert method.component_sizes.rows.tolist() == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("name", "each"), [("coda-p", 10), ("coda-p-s", 2)])
 def test_open_ended_growth_is_that_of_ten_tasks(name: str, each: int) -> None:
     method = methods.make(name, tiny_vit())
     grow(method, 3)
-    assert method.component_sizes.tolist() == [each] * 3
+    assert method.component_sizes.rows.tolist() == [each] * 3
     half = coda(components=50)
     grow(half, 1)
-    assert half.component_sizes.tolist() == [5]
+    assert half.component_sizes.rows.tolist() == [5]
 
 
 def test_a_task_of_one_class_does_not_use_up_a_share() -> None:
@@ -79,30 +79,32 @@ def test_a_task_of_one_class_does_not_use_up_a_share() -> None:
     method.begin_task(methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), mean))
     method.end_task()
     grow(method, 2)
-    assert method.component_sizes.tolist() == [3, 0, 3, 2]
+    assert method.component_sizes.rows.tolist() == [3, 0, 3, 2]
 
 
 def test_a_task_past_the_planned_number_is_learned_too() -> None:
     method = coda(components=4, tasks=2, components_per_task=5, preset="paper", length=2)
     grow(method, 3)
-    assert method.component_sizes.tolist() == [2, 2, 5]
+    assert method.component_sizes.rows.tolist() == [2, 2, 5]
 
 
 @pytest.mark.parametrize("preset", ["paper", "release-2022"])
 def test_all_components_start_orthonormal_together(preset: str) -> None:
     method = coda(components=9, tasks=4, preset=preset, length=4)
     grow(method, 4)
-    for kind in method.kinds:
-        assert_close(gram(getattr(method, kind)), torch.eye(9).expand(5, 9, 9), atol=1e-5, rtol=0)
+    for kind in method.prompt_banks:
+        assert_close(
+            gram(getattr(method, kind).frozen), torch.eye(9).expand(5, 9, 9), atol=1e-5, rtol=0
+        )
 
 
 def test_new_components_start_orthogonal_to_the_span_of_trained_ones() -> None:
     method = coda(components_per_task=4, length=4)
     grow(method, 2, disturb=0.3)
-    before = {kind: getattr(method, kind) for kind in method.kinds}
+    before = {kind: getattr(method, kind).frozen for kind in method.prompt_banks}
     grow(method, 1)
     for kind, older in before.items():
-        new = getattr(method, kind)[:, older.shape[1] :]
+        new = getattr(method, kind).frozen[:, older.shape[1] :]
         assert_close(gram(new), torch.eye(4).expand(5, 4, 4), atol=1e-5, rtol=0)
         overlap = new.flatten(2) @ older.flatten(2).mT
         assert overlap.abs().max() < 1e-5
@@ -123,8 +125,8 @@ def test_growth_beyond_the_width_goes_on_and_is_said_once(
     method = coda(components=80, tasks=4, preset=preset, length=2)
     with caplog.at_level(logging.WARNING):
         grow(method, 4)
-    assert method.keys.shape == (5, 80, 32)
-    assert_close(method.keys.norm(dim=-1), torch.ones(5, 80))
+    assert method.keys.frozen.shape == (5, 80, 32)
+    assert_close(method.keys.frozen.norm(dim=-1), torch.ones(5, 80))
     assert len(caplog.records) == 1
     assert "40 components in 32 dimensions" in caplog.text
 
@@ -134,8 +136,8 @@ def test_the_same_seed_starts_the_same_components_and_another_does_not() -> None
     grow(first, 2)
     grow(second, 2)
     grow(other, 2, seed=1)
-    assert torch.equal(first.components, second.components)
-    assert not torch.equal(first.components, other.components)
+    assert torch.equal(first.components.frozen, second.components.frozen)
+    assert not torch.equal(first.components.frozen, other.components.frozen)
 
 
 @pytest.mark.parametrize("preset", ["paper", "release-2022", "release-2023"])
@@ -144,8 +146,8 @@ def test_the_penalty_of_each_preset(preset: str) -> None:
     method = coda(components=4, tasks=1, preset=preset, length=2)
     method.begin_task(brief(method, new=2))
     with torch.no_grad():
-        for kind in method.kinds:
-            parameter = getattr(method, f"new_{kind}")
+        for kind in method.prompt_banks:
+            parameter = getattr(method, kind).trainable
             parameter.zero_()
             parameter.flatten(2)[:, :, 0] = 3.0
     squares = 4 * 8.0**2 + 12 * 9.0**2
@@ -161,8 +163,8 @@ def test_the_papers_penalty_is_smooth_where_training_starts() -> None:
     method = coda(components=4, tasks=2, preset="paper")
     method.begin_task(brief(method, new=2))
     method.penalty().backward()
-    for kind in method.kinds:
-        gradient = getattr(method, f"new_{kind}").grad.flatten(2)
+    for kind in method.prompt_banks:
+        gradient = getattr(method, kind).trainable.grad.flatten(2)
         assert gradient.norm(dim=(1, 2)).max() < 0.01, "rounding must not decide a direction"
 
 
@@ -170,7 +172,7 @@ def test_the_weight_of_the_penalty_is_an_option_of_its_own() -> None:
     method = coda(orthogonality_weight=2.0, components_per_task=3)
     method.begin_task(brief(method, new=2))
     with torch.no_grad():
-        method.new_keys.mul_(2)
+        method.keys.trainable.mul_(2)
     # Keys of length 2: |2^2 - 1| = 3 on the diagonal, mean of squares 9 / 3, five blocks.
     assert float(method.penalty().detach()) == pytest.approx(2.0 * 5 * 3.0, rel=1e-4)
 
@@ -179,23 +181,23 @@ def test_without_freezing_older_components_keep_training() -> None:
     method = coda(freezing=False, components_per_task=3)
     grow(method, 1)
     method.begin_task(brief(method, new=2))
-    assert method.new_components.shape[1] == 6
-    assert method.components.shape[1] == 0
+    assert method.components.trainable.shape[1] == 6
+    assert method.components.frozen.shape[1] == 0
     method.end_task()
-    assert method.components.shape[1] == 6
+    assert method.components.frozen.shape[1] == 6
 
 
 def test_without_attention_there_are_no_attention_vectors() -> None:
     method = coda(attention=False)
     grow(method, 2)
-    assert method.attention.shape[1] == 0
-    assert method.keys.shape[1] == 20
+    assert len(method.attention) == 0
+    assert len(method.keys) == 20
 
 
 def test_without_orthogonality_components_start_uniform_and_unpenalised() -> None:
     method = coda(orthogonality=False, preset="paper", tasks=2, components=40)
     method.begin_task(brief(method, new=2))
-    values = method.new_components.detach()
+    values = method.components.trainable.detach()
     assert 0 <= values.min() < 0.01 < 0.99 < values.max() < 1
     assert abs(float(values.mean()) - 0.5) < 0.01
     assert float(method.penalty()) == 0

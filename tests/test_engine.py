@@ -34,7 +34,7 @@ from coda_prompt.errors import (
 )
 from coda_prompt.methods import Loss, Method
 from coda_prompt.methods.base import cosines
-from coda_prompt.methods.coda import component_weights, folded
+from coda_prompt.methods.coda import component_weights, key_products
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.vit import Images, Opening
 from coda_prompt.preprocessing import Preprocessing
@@ -199,7 +199,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> Non
 
     method.loss = loss  # type: ignore[method-assign]
     engine.learn(method, second, past=[first])
-    assert method.task_sizes.tolist() == [3, 2], "the task can be learned after all"
+    assert method.task_sizes.rows.tolist() == [3, 2], "the task can be learned after all"
 
 
 def test_a_non_finite_gradient_is_noticed_though_its_loss_was_finite() -> None:
@@ -250,7 +250,7 @@ def test_more_images_of_one_known_class_train_its_row_alone() -> None:
     changed = (after["head.weight"] != before["head.weight"]).any(dim=1).tolist()
     assert changed == [False, True, False]
     assert torch.equal(after["components"], before["components"])
-    assert after["task_sizes"].tolist() == [3, 0]
+    assert after["task_sizes.frozen"].tolist() == [3, 0]
 
 
 def test_imprinted_rows_are_the_mean_features_scaled_to_older_rows() -> None:
@@ -261,14 +261,14 @@ def test_imprinted_rows_are_the_mean_features_scaled_to_older_rows() -> None:
     images = torch.stack([plain_view(first.train, position) for position in range(18)])
     queries = method.queries(images)
     frozen = queries.view(3, 6, -1).mean(dim=1)
-    cosines = torch.nn.functional.cosine_similarity(method.head.weight, frozen)
+    cosines = torch.nn.functional.cosine_similarity(method.head.weight.frozen, frozen)
     torch.testing.assert_close(cosines, torch.ones(3))
-    lengths = method.head.weight.norm(dim=1)
+    lengths = method.head.weight.frozen.norm(dim=1)
     torch.testing.assert_close(lengths, torch.full((3,), 3**-0.5))
     with torch.no_grad():
-        method.head.weight.mul_(5)
+        method.head.weight.frozen.mul_(5)
     engine.learn(method, second)
-    torch.testing.assert_close(method.head.weight.norm(dim=1), torch.full((5,), 5 * 3**-0.5))
+    torch.testing.assert_close(method.head.weight.frozen.norm(dim=1), torch.full((5,), 5 * 3**-0.5))
 
 
 def plain_view(samples: Samples, position: int) -> Tensor:
@@ -379,7 +379,7 @@ def test_evaluation_runs_in_inference_mode_and_leaves_the_method_trainable() -> 
     assert modes
     assert all(modes)
     engine.learn(method, second)  # on the table of queries that testing asked for
-    assert method.task_sizes.tolist() == [2, 2]
+    assert method.task_sizes.rows.tolist() == [2, 2]
 
 
 def test_cached_queries_are_computed_once_for_each_image() -> None:
@@ -490,7 +490,7 @@ def test_whatever_stops_a_task_leaves_the_method_as_it_was(name: str, error: Bas
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     engine.learn(method, second, past=[first])
-    assert method.task_sizes.tolist() == [3, 2]
+    assert method.task_sizes.rows.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("name", sorted(methods.METHODS))
@@ -516,11 +516,14 @@ def test_mixed_precision_keeps_the_penalty_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(method.penalty(), exact)
         queries = torch.randn(4, 32)
-        weights = component_weights(queries, folded(method.new_keys, method.new_attention))
-        similarity = cosines(queries, method.new_keys)
-    exactly = component_weights(queries, folded(method.new_keys, method.new_attention))
+        weights = component_weights(
+            queries, key_products(method.keys.trainable, method.attention.trainable)
+        )
+        similarity = cosines(queries, method.keys.trainable)
+    products = key_products(method.keys.trainable, method.attention.trainable)
+    exactly = component_weights(queries, products)
     assert torch.equal(weights, exactly)
-    assert torch.equal(similarity, cosines(queries, method.new_keys))
+    assert torch.equal(similarity, cosines(queries, method.keys.trainable))
 
 
 def test_a_backbone_rounded_to_half_precision_is_refused() -> None:
@@ -585,7 +588,7 @@ def test_learning_inside_an_unfinished_task_is_refused_and_leaves_it_open() -> N
         with pytest.raises(UnfinishedTask, match="in the middle of a task"):
             Engine(PLAIN_VIEWS).learn(method, task)
         assert method.in_task
-        assert method.task_sizes.tolist() == [2]
+        assert method.task_sizes.rows.tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -602,7 +605,7 @@ def test_a_gap_in_the_rows_is_named_and_leaves_no_trace(name: str) -> None:
     after = method.learned_state()
     assert after.keys() == before.keys()
     engine.learn(method, tasks[1], past=tasks[:1])
-    assert method.task_sizes.tolist() == [2, 2]
+    assert method.task_sizes.rows.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("name", ["coda-p", "l2p++", "dualprompt", "ft", "lwf-mc", "er-5000"])
@@ -642,7 +645,7 @@ def test_a_task_that_cannot_begin_leaves_no_trace(
         assert set(vars(method)) == attributes
         assert not method.trainable_parameters()
     assert failures >= 2
-    assert method.task_sizes.tolist() == [3, 2]
+    assert method.task_sizes.rows.tolist() == [3, 2]
 
 
 def test_buffers_written_in_place_are_put_back_too() -> None:

@@ -42,17 +42,17 @@ def stacked(tensors: Tensors, family: str, kind: str, blocks: tuple[int, ...]) -
 
 def learned(method: Method, tensors: Tensors, family: str, kinds: dict[str, Tensor]) -> Method:
     """Put tensors of the released code where learning would have left them."""
-    state = method.learned_state() | kinds
-    state |= {"head.weight": tensors["head.weight"], "head.bias": tensors["head.bias"]}
+    state = {name: tensors[name] for name in ("head.weight", "head.bias")} | kinds
     state |= {"task_sizes": torch.tensor([3, 3, 3])}
-    method.load_learned_state(state)
+    banks = {f"{name}.frozen": tensor for name, tensor in state.items()}
+    method.load_learned_state(method.learned_state() | banks)
     return method
 
 
 def coda(vit: ViT, tensors: Tensors) -> CodaPrompt:
     method = methods.make("coda-p", vit, components=12, tasks=3, length=4, orthogonality_weight=0.1)
     blocks = (0, 1, 2, 3, 4)
-    kinds = {kind: stacked(tensors, "coda", kind, blocks) for kind in method.kinds}
+    kinds = {kind: stacked(tensors, "coda", kind, blocks) for kind in method.prompt_banks}
     learned(method, tensors, "coda", {**kinds, "component_sizes": torch.tensor([4, 4, 4])})
     return method
 
@@ -60,7 +60,9 @@ def coda(vit: ViT, tensors: Tensors) -> CodaPrompt:
 def coda_in_task_3(vit: ViT, tensors: Tensors) -> CodaPrompt:
     """Two tasks learned, the third one begun, at the values the released code had there."""
     method = coda(vit, tensors)
-    state = method.learned_state()
+    state = {
+        name.removesuffix(".frozen"): tensor for name, tensor in method.learned_state().items()
+    }
     begun = methods.make("coda-p", vit, **vars_of(method))
     two_tasks = {
         "components": state["components"][:, :8],
@@ -71,13 +73,13 @@ def coda_in_task_3(vit: ViT, tensors: Tensors) -> CodaPrompt:
         "head.weight": state["head.weight"][:6],
         "head.bias": state["head.bias"][:6],
     }
-    begun.load_learned_state(two_tasks)
+    begun.load_learned_state({f"{name}.frozen": tensor for name, tensor in two_tasks.items()})
     begun.begin_task(brief(begun, new=3))
     with torch.no_grad():
-        for kind in begun.kinds:
-            getattr(begun, f"new_{kind}").copy_(state[kind][:, 8:])
-        begun.head.open_weight.copy_(state["head.weight"][6:])
-        begun.head.open_bias.copy_(state["head.bias"][6:])
+        for kind in begun.prompt_banks:
+            getattr(begun, kind).trainable.copy_(state[kind][:, 8:])
+        begun.head.weight.trainable.copy_(state["head.weight"][6:])
+        begun.head.bias.trainable.copy_(state["head.bias"][6:])
     return begun
 
 
@@ -108,14 +110,14 @@ def test_coda_losses_and_all_gradients_in_task_3(
     assert float(loss.total.sum()) == 0
 
     (loss.mean.mean() + loss.penalty).backward()
-    for kind in method.kinds:
+    for kind in method.prompt_banks:
         expected_gradient = stacked(golden_tensors, "coda", f"{kind}.grad", (0, 1, 2, 3, 4))
         assert not expected_gradient[:, :8].any(), "older components are frozen there too"
-        found = getattr(method, f"new_{kind}").grad
+        found = getattr(method, kind).trainable.grad
         assert_close(found, expected_gradient[:, 8:], **TOLERANCE)
-        assert not getattr(method, kind).requires_grad
+        assert not getattr(method, kind).frozen.requires_grad
     assert not golden_tensors["head.weight.grad"][:6].any()
-    found = method.head.open_weight.grad
+    found = method.head.weight.trainable.grad
     assert_close(found, golden_tensors["head.weight.grad"][6:], **TOLERANCE)
 
 
@@ -141,8 +143,8 @@ def test_dualprompt_features_and_key_loss_in_task_3(
     method = dual(vit, golden_tensors, tasks=2)
     method.begin_task(brief(method, new=3))
     with torch.no_grad():
-        method.new_expert.copy_(stacked(golden_tensors, "dual", "expert", (2, 3, 4))[:, 2:])
-        method.new_key.copy_(stacked(golden_tensors, "dual", "keys", (2, 3, 4))[:, 2:])
+        method.experts.trainable.copy_(stacked(golden_tensors, "dual", "expert", (2, 3, 4))[:, 2:])
+        method.keys.trainable.copy_(stacked(golden_tensors, "dual", "keys", (2, 3, 4))[:, 2:])
     images, query = golden_tensors["images"], golden_tensors["query"]
     prefixes, key_loss = method.training_prefixes(query)
     expected = golden_tensors["dual.train_features_task3"]

@@ -26,20 +26,20 @@ def state() -> dict[str, Tensor]:
 
 def test_tensors_of_the_wrong_shape_are_refused(state: dict[str, Tensor]) -> None:
     for broken in (
-        {"keys": state["keys"][:, :1]},
-        {"components": state["components"][0]},
-        {"head.weight": state["head.weight"][:, :5]},
-        {"head.bias": state["head.bias"][:1]},
-        {"task_sizes": torch.tensor([7])},
-        {"task_sizes": torch.tensor([0.5])},
+        {"keys.frozen": state["keys.frozen"][:, :1]},
+        {"components.frozen": state["components.frozen"][0]},
+        {"head.weight.frozen": state["head.weight.frozen"][:, :5]},
+        {"head.bias.frozen": state["head.bias.frozen"][:1]},
+        {"task_sizes.frozen": torch.tensor([7])},
+        {"task_sizes.frozen": torch.tensor([0.5])},
     ):
         with pytest.raises(CodaError):
             methods.make("coda-p", tiny_vit()).load_learned_state(state | broken)
 
 
 def test_a_state_with_another_set_of_tensors_is_refused(state: dict[str, Tensor]) -> None:
-    fewer = {key: tensor for key, tensor in state.items() if key != "keys"}
-    with pytest.raises(CorruptFile, match="keys"):
+    fewer = {key: tensor for key, tensor in state.items() if key != "keys.frozen"}
+    with pytest.raises(CorruptFile, match=r"keys\.frozen"):
         methods.make("coda-p", tiny_vit()).load_learned_state(fewer)
     more = state | {"extra": torch.zeros(1)}
     with pytest.raises(CorruptFile, match="extra"):

@@ -57,7 +57,7 @@ def check_inference(
     for image, logits in zip(images, method.logits(images), strict=True):
         query = naive_features(method.backbone, image[None])[0]
         features = naive_features(method.backbone, image[None], prompts(query))
-        expected = features[0] @ method.head.weight.T + method.head.bias
+        expected = features[0] @ method.head.weight.frozen.T + method.head.bias.frozen
         assert_close(logits, expected, **TOLERANCE)
 
 
@@ -76,7 +76,7 @@ def check_training(
     for image, label in zip(images, labels, strict=True):
         query = naive_features(method.backbone, image[None])[0]
         features = naive_features(method.backbone, image[None], prompts(query))[0]
-        logits = features @ method.head.open_weight.T + method.head.open_bias
+        logits = features @ method.head.weight.trainable.T + method.head.bias.trainable
         shares = logits.exp() / logits.exp().sum()
         expected = expected - shares[int(label) - first_new].log() / len(images)
         expected = expected + key_loss(query)
@@ -100,9 +100,7 @@ def coda_prompts(method: methods.Method, query: Tensor) -> Prompts:
     for position, block in enumerate(method.config.blocks):
         rows: dict[str, list[Tensor]] = {}
         for kind in ("components", "keys", "attention"):
-            rows[kind] = list(getattr(method, kind)[position])
-            new = getattr(method, f"new_{kind}")
-            rows[kind] += list(new[position]) if new is not None else []
+            rows[kind] = list(getattr(method, kind).rows[position])
         prompt = torch.zeros(method.config.length, len(query))
         for number, (component, key) in enumerate(
             zip(rows["components"], rows["keys"], strict=True)
@@ -118,7 +116,10 @@ def coda_penalty(method: methods.Method, norm: str, weight: float) -> Tensor:
     total = torch.zeros(())
     for position in range(len(method.config.blocks)):
         for kind in ("components", "keys", "attention"):
-            old, new = getattr(method, kind)[position], getattr(method, f"new_{kind}")[position]
+            old, new = (
+                getattr(method, kind).frozen[position],
+                getattr(method, kind).trainable[position],
+            )
             rows = [row.flatten() for row in (*old, *new)]
             squares = torch.zeros(())
             for first, left in enumerate(rows):
@@ -170,16 +171,14 @@ def test_coda_training(vit: ViT, images: Tensor, before: int, preset: str) -> No
 
 def dual_prompts(method: methods.Method, query: Tensor, task: int | None) -> Prompts:
     """General prompts, and the expert of `task` or of the nearest key."""
-    general = method.general if method.open_general is None else method.open_general
     prefixes = {}
     for position, block in enumerate(method.config.general_blocks):
-        prompt = general[position, 0]
+        prompt = method.general.rows[position, 0]
         prefixes[block] = (prompt[None, :3], prompt[None, 3:])
     for position, block in enumerate(method.config.expert_blocks):
-        experts = list(method.experts[position])
-        experts += list(method.new_expert[position]) if method.new_expert is not None else []
+        experts = method.experts.rows[position]
         if task is None:
-            similarity = [float(cosine(query, key)) for key in method.keys[position]]
+            similarity = [float(cosine(query, key)) for key in method.keys.rows[position]]
             chosen = experts[similarity.index(max(similarity))]
         else:
             chosen = experts[task]
@@ -207,7 +206,9 @@ def test_dualprompt_training(vit: ViT, images: Tensor, before: int) -> None:
         images,
         labels,
         lambda query: dual_prompts(method, query, before),
-        lambda query: torch.stack([1 - cosine(query, key[0]) for key in method.new_key]).sum(),
+        lambda query: torch.stack(
+            [1 - cosine(query, key[0]) for key in method.keys.trainable]
+        ).sum(),
         lambda: torch.zeros(()),
     )
 
@@ -216,13 +217,12 @@ def test_dualprompt_training(vit: ViT, images: Tensor, before: int) -> None:
 
 
 def l2p_chosen(method: methods.Method, query: Tensor, position: int) -> list[int]:
-    keys = method.keys if method.open_keys is None else method.open_keys
-    similarity = [float(cosine(query, key)) for key in keys[position]]
+    similarity = [float(cosine(query, key).detach()) for key in method.keys.rows[position]]
     return sorted(range(len(similarity)), key=lambda number: -similarity[number])[:3]
 
 
 def l2p_prompts(method: methods.Method, query: Tensor) -> Prompts:
-    prompts = method.prompts if method.open_prompts is None else method.open_prompts
+    prompts = method.prompts.rows
     prefixes = {}
     for position, block in enumerate(method.config.blocks):
         taken = [prompts[position, number] for number in l2p_chosen(method, query, position)]
@@ -236,7 +236,7 @@ def l2p_key_loss(method: methods.Method, query: Tensor) -> Tensor:
     total = torch.zeros(())
     for position in range(len(method.config.blocks)):
         for number in l2p_chosen(method, query, position):
-            total = total + 1 - cosine(query, method.open_keys[position, number])
+            total = total + 1 - cosine(query, method.keys.trainable[position, number])
     return total
 
 

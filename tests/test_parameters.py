@@ -45,9 +45,9 @@ def test_percentages_of_the_paper(stream: str, name: str, percent: float) -> Non
         vit = ViT(ViTConfig())
         assert sum(parameter.numel() for parameter in vit.parameters()) == VIT_B16
         method = methods.make(name, vit, **options)
-    method.task_sizes = torch.zeros(0, dtype=torch.int64)  # sizes are read, so they are real
+    method.task_sizes.frozen = torch.zeros(0, dtype=torch.int64)  # sizes are read, so they are real
     if name.startswith("coda"):
-        method.component_sizes = torch.zeros(0, dtype=torch.int64)
+        method.component_sizes.frozen = torch.zeros(0, dtype=torch.int64)
     for _ in range(tasks):
         method.begin_task(brief(method, new=classes))
         method.end_task()
@@ -59,7 +59,7 @@ def test_percentages_of_the_paper(stream: str, name: str, percent: float) -> Non
 def test_whole_network_methods_train_everything() -> None:
     with torch.device("meta"):
         method = methods.make("ft", ViT(ViTConfig()))
-    method.task_sizes = torch.zeros(0, dtype=torch.int64)
+    method.task_sizes.frozen = torch.zeros(0, dtype=torch.int64)
     method.begin_task(brief(method, new=20))
     method.end_task()
     assert method.parameter_count().trained == VIT_B16 + 20 * 768

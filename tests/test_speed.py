@@ -27,8 +27,8 @@ def tiny_in_task(tasks: int) -> CodaPrompt:
     for task in range(tasks):
         rows = (2 * task, 2 * task + 1)
         method.begin_task(TaskBrief(task, 0, rows, torch.tensor(rows)))
-        for kind in method.kinds:
-            getattr(method, f"new_{kind}").data *= 1.5
+        for kind in method.prompt_banks:
+            getattr(method, kind).trainable.data *= 1.5
         if task < tasks - 1:
             method.end_task()
     return method
@@ -50,13 +50,13 @@ def test_loss_and_gradients_of_the_textbook_are_the_products(tasks: int) -> None
         expected = book.loss(images, labels)
         expected.backward()
         assert_close(own.mean.mean(), expected, atol=1e-6, rtol=1e-5)
-        for kind in method.kinds:
-            mine, theirs = getattr(method, f"new_{kind}").grad, book.parts[f"new_{kind}"].grad
+        for kind in method.prompt_banks:
+            mine, theirs = getattr(method, kind).trainable.grad, book.parts[f"new_{kind}"].grad
             assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
-        assert method.head.open_weight is not None
+        assert method.head.weight.trainable is not None
         first = 2 * tasks - 2
         assert_close(
-            method.head.open_weight.grad, book.head_weight.grad[first:], atol=1e-6, rtol=1e-4
+            method.head.weight.trainable.grad, book.head_weight.grad[first:], atol=1e-6, rtol=1e-4
         )
 
 
@@ -66,7 +66,8 @@ def test_the_textbook_costs_four_passes_and_the_product_less() -> None:
         method = methods.make("coda-p", ViT(speed.VITS["ViT-B/16"]), components_per_task=10)
         assert isinstance(method, CodaPrompt)
         for name in ("task_sizes", "component_sizes"):
-            setattr(method, name, torch.zeros(0, dtype=torch.int64, device="cpu"))
+            bank = getattr(method, name)
+            bank.frozen = torch.zeros(0, dtype=torch.int64, device="cpu")
         rows = tuple(range(20))
         method.begin_task(TaskBrief(0, 0, rows, torch.tensor(rows)))
         book = TextbookCoda(method)

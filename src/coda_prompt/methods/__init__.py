@@ -1,4 +1,4 @@
-"""All methods by name. A method from outside is given as `path/to/file.py:Class`."""
+"""The registry of methods. A method outside the package is named `path/to/file.py:Class`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a results table: a class and the option values that make it."""
+    """A method: its class and the option values of its row in a results table."""
 
     name: str
     type: type[Method]
     options: Mapping[str, Any]
+    sha256: str | None = None
+    """The hash of the file a method was loaded from; None: it comes with the package."""
 
 
 METHODS: Mapping[str, Entry] = MappingProxyType(
@@ -72,7 +74,12 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
 
 
 def find(name: str) -> Entry:
-    """The method of this name, or the class that `path/to/file.py:Class` names."""
+    """Find a method by its name, or load the class that `path/to/file.py:Class` names.
+
+    Raises:
+        UnknownName: No method has this name.
+        BadMethod: The file cannot be loaded, or its class lacks a member of the contract.
+    """
     if name in METHODS:
         return METHODS[name]
     if ".py:" in name:
@@ -81,7 +88,11 @@ def find(name: str) -> Entry:
 
 
 def make(name: str, backbone: ViT, **options: Any) -> Method:
-    """A method that has learned nothing yet."""
+    """Create a method that has learned nothing yet.
+
+    Example:
+        >>> method = make("coda-p", load_backbone("pocket").vit, components=20)
+    """
     entry = find(name)
     config = make_config(entry.type.Config, name, {**entry.options, **options})
     method = entry.type(backbone, config)
@@ -90,7 +101,7 @@ def make(name: str, backbone: ViT, **options: Any) -> Method:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Summary and options of a method, from its class and config, in JSON's terms."""
+    """Summary and options of a method as JSON values, read from its class and config."""
     entry = find(name)
     config = make_config(entry.type.Config, name, entry.options)
     meanings = option_meanings(entry.type.Config)
@@ -106,11 +117,13 @@ def describe(name: str) -> dict[str, Any]:
 
 def _from_file(spec: str) -> Entry:
     path, _, class_name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise BadMethod(spec, f"there is no file {path}")
-    # A name of its own: dataclasses and help texts look the module up again.
-    place = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()
-    module_name = f"coda_prompt_method_{place[:16]}"
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise BadMethod(spec, f"{path} cannot be read ({error.strerror})") from error
+    # A unique name: dataclasses and help texts look the module up again.
+    location = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()
+    module_name = f"coda_prompt_method_{location[:16]}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -121,9 +134,23 @@ def _from_file(spec: str) -> Entry:
     except Exception as error:
         del sys.modules[module_name]
         raise BadMethod(spec, f"{path} cannot be loaded ({error})") from error
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    method = getattr(module, class_name, None)
+    if not (isinstance(method, type) and issubclass(method, Method)):
         raise BadMethod(spec, f"{path} has no method class '{class_name}'")
-    if not is_pydantic_dataclass(found.Config):
-        raise BadMethod(spec, "its Config is not a pydantic dataclass")
-    return Entry(class_name, found, {})
+    if problem := contract_problem(method):
+        raise BadMethod(spec, problem)
+    return Entry(class_name, method, {}, hashlib.sha256(content).hexdigest())
+
+
+def contract_problem(method: type[Method]) -> str | None:
+    """Describe the first member of the contract that a class lacks; None: it is complete."""
+    if not is_pydantic_dataclass(method.Config):
+        return "its Config is not a pydantic dataclass"
+    for name in dir(method):
+        member = inspect.getattr_static(method, name)
+        if getattr(member, "__isabstractmethod__", False):
+            summary = (inspect.getdoc(member) or "").split("\n")[0].rstrip(".")
+            return f"its class has no method {name}{inspect.signature(member)} ({summary})"
+    if method.fits and method.fit is Method.fit:
+        return "its class has `fits = True` and no method fit(self, features, labels)"
+    return None

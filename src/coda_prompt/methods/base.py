@@ -11,9 +11,11 @@ parameter beside them. Class labels are rows: the k-th class ever seen has label
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption, CorruptFile, InvalidLabels, UnfinishedTask
+from coda_prompt.methods.bank import Bank, upgrade_format1
 from coda_prompt.methods.head import Head
-from coda_prompt.methods.options import STRICT
+from coda_prompt.methods.options import STRICT, check_prompts
 from coda_prompt.model.vit import Images, Opening, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
@@ -104,9 +107,6 @@ class Method(nn.Module):
 
     name: str = ""
     """The row of a results table this is; `methods.make` sets it."""
-    grows: ClassVar[Mapping[str, int]] = {"task_sizes": 0}
-    """Which tensors of the learned state get larger with every task, and along which axis."""
-    task_sizes: Tensor
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ class Method(nn.Module):
         self.in_task = False
         if self.frozen_backbone:
             self.backbone = backbone.requires_grad_(False)
-        self.register_buffer("task_sizes", torch.zeros(0, dtype=torch.int64))
+        self.task_sizes = Bank(dtype=torch.int64)
 
     @property
     def classes_seen(self) -> int:
         """Classes of all tasks, the one being learned included."""
-        return int(self.task_sizes.sum())
+        return int(self.task_sizes.rows.sum())
 
     # -- the life of a task
 
@@ -139,10 +139,12 @@ class Method(nn.Module):
                 brief.index, f"{seen} classes are known, new ones cannot be rows {new}"
             )
         self.in_task = True
-        self.task_sizes = torch.cat([self.task_sizes, self.task_sizes.new_tensor([len(new)])])
+        self.task_sizes.append([len(new)])
 
     def end_task(self) -> None:
-        """Merge what was learned into the buffers; an override calls this one last."""
+        """Freeze what was learned: all banks close. An override calls this one last."""
+        for _, bank in self._banks():
+            bank.close()
         self.in_task = False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -157,16 +159,17 @@ class Method(nn.Module):
 
     # -- what it computes
 
+    @abstractmethod
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
-        """B x D."""
-        raise NotImplementedError
+        """The features of a batch, B x D."""
 
+    @abstractmethod
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         """B x classes seen; queries are computed where they are needed and not given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
-        raise NotImplementedError
+        """The parts of the loss of a batch; not needed by a closed form."""
 
     def forward(self, images: Images, labels: Tensor, queries: Tensor | None = None) -> Loss:
         """The training step's way in, so that wrappers for several processes see it."""
@@ -183,8 +186,13 @@ class Method(nn.Module):
     # -- what is kept
 
     def parameter_count(self) -> ParameterCount:
-        """What all tasks so far have learned."""
-        raise NotImplementedError
+        """Count the learned parameters of all tasks so far."""
+        body = [
+            tensor.numel()
+            for name, tensor in self.learned_state().items()
+            if tensor.is_floating_point() and not name.startswith("head.")
+        ]
+        return ParameterCount(sum(body), 0)
 
     def learned_state(self) -> dict[str, Tensor]:
         """All that was learned and nothing that came with the backbone."""
@@ -195,34 +203,41 @@ class Method(nn.Module):
         }
 
     def load_learned_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state saved between tasks; buffers take the sizes they had."""
-        own = self.learned_state()
+        """Load a state saved between tasks; banks take the sizes they had.
+
+        Raises:
+            CorruptFile: The state is not one of this method. Discard the method then.
+        """
+        state, own = upgrade_format1(self, state), self.learned_state()
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unexpected:
             raise self._misfit(f"missing {missing or '-'}, unexpected {unexpected or '-'}")
+        banks = {f"{name}.frozen": bank for name, bank in self._banks()}
         for name, tensor in state.items():
-            fixed = [list(t.shape) for t in (tensor, own[name])]
-            for shape in fixed:
-                if name in self.grows and len(shape) > self.grows[name]:
-                    shape[self.grows[name]] = 0
-            kinds = [t.is_floating_point() for t in (tensor, own[name])]
-            if fixed[0] != fixed[1] or kinds[0] != kinds[1]:
+            fits = (
+                banks[name].resize(tensor)
+                if name in banks
+                else tensor.shape == own[name].shape
+                and tensor.is_floating_point() == own[name].is_floating_point()
+            )
+            if not fits:
                 raise self._misfit(f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}")
-        if not self._sizes_agree(state):
+        self.load_state_dict(state, strict=False)
+        if not self._is_consistent():
             raise self._misfit("the sizes of its tensors contradict each other")
-        for name, tensor in state.items():
-            path, _, leaf = name.rpartition(".")
-            owner = self.get_submodule(path)
-            held = getattr(owner, leaf)
-            value = tensor.detach().to(held.device, held.dtype, copy=True)
-            if isinstance(held, nn.Parameter):
-                held.data = value
-            else:
-                setattr(owner, leaf, value)
 
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether tensors that grow together have grown alike."""
-        return bool((state["task_sizes"] >= 0).all())
+    def growing_axes(self) -> dict[str, int]:
+        """The tensors of the learned state that grow by task, and along which axis."""
+        return {f"{name}.frozen": bank.axis for name, bank in self._banks()}
+
+    def _banks(self) -> Iterator[tuple[str, Bank]]:
+        for name, module in self.named_modules():
+            if isinstance(module, Bank):
+                yield name, module
+
+    def _is_consistent(self) -> bool:
+        """Whether the banks that grow together have grown alike; asked after loading."""
+        return bool((self.task_sizes.rows >= 0).all())
 
     def _misfit(self, problem: str) -> CorruptFile:
         return CorruptFile(f"The learned state of {self.name or type(self).__name__}", problem)
@@ -230,8 +245,6 @@ class Method(nn.Module):
 
 class TrainedMethod(Method):
     """A method with a linear head that is trained by gradients."""
-
-    grows: ClassVar[Mapping[str, int]] = {**Method.grows, "head.weight": 0, "head.bias": 0}
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
@@ -251,24 +264,15 @@ class TrainedMethod(Method):
             # Softmax over one class is 1 whatever the weights: the imprinted row stands as it is.
             self.head.close()
 
-    def end_task(self) -> None:
-        self.head.close()
-        super().end_task()
-
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.head(self.features(images, queries))
 
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        rows = {len(state["head.weight"]), len(state["head.bias"]), int(state["task_sizes"].sum())}
-        return super()._sizes_agree(state) and len(rows) == 1
+    def _is_consistent(self) -> bool:
+        rows = {len(self.head.weight), len(self.head.bias)}
+        return super()._is_consistent() and rows == {self.classes_seen}
 
     def parameter_count(self) -> ParameterCount:
-        body = [
-            tensor.numel()
-            for name, tensor in self.learned_state().items()
-            if tensor.is_floating_point() and not name.startswith("head.")
-        ]
-        return ParameterCount(sum(body), self.head.weight.numel())
+        return ParameterCount(super().parameter_count().body, self.head.weight.frozen.numel())
 
     def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
         """Head rows that train in a task: its own classes, old ones it brings again included."""
@@ -283,7 +287,7 @@ class TrainedMethod(Method):
         A task of one known class has nothing to tell apart among its own: there its row is
         trained against all other rows, which stay as they are.
         """
-        if len(self.head.open_rows) == 1:
+        if self.head.open_rows is not None and len(self.head.open_rows) == 1:
             return F.cross_entropy(self.head(features), labels, reduction="none")
         return F.cross_entropy(
             self.head.open_logits(features), self.head.position_of(labels), reduction="none"
@@ -306,10 +310,13 @@ class PromptMethod(TrainedMethod):
     needs_queries = True
     config: PromptConfig
 
-    def __init__(self, backbone: ViT, config: PromptConfig, blocks: tuple[int, ...] = (0,)) -> None:
-        """`blocks`: those that may have prefixes."""
+    def __init__(
+        self, backbone: ViT, config: PromptConfig, prompts: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`prompts`: the option with the prompted blocks -> the option with the prompts' length."""
         super().__init__(backbone, config)
-        self.first_block = min(blocks, default=0)
+        self.blocks = check_prompts(config, backbone.config.depth, prompts)
+        self.first_block = min(self.blocks, default=0)
         if config.query == "early" and self.first_block == 0:
             raise BadOption(
                 "the method",
@@ -330,16 +337,16 @@ class PromptMethod(TrainedMethod):
             return self.backbone.early_features(self.opened(images))
         return self.backbone.features(images)
 
+    @abstractmethod
     def prefixes(self, queries: Tensor) -> Prefixes:
-        """What inference puts in front of keys and values, for all prompted blocks at once."""
-        raise NotImplementedError
+        """The key and value prefixes of all prompted blocks at inference."""
 
     def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
         """The prefixes of a training step, and a loss per image that is summed over the batch."""
         return self.prefixes(queries), queries.new_zeros(len(queries))
 
     def penalty(self) -> Tensor:
-        return self.head.weight.new_zeros(())
+        return self.head.weight.frozen.new_zeros(())
 
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         if queries is None:

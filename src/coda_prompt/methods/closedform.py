@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
 from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
+    Loss,
     Method,
     MethodConfig,
     ParameterCount,
@@ -35,14 +36,12 @@ class ClosedForm(Method):
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.scores(self.queries(images) if queries is None else queries)
 
-    def scores(self, queries: Tensor) -> Tensor:
-        """B x classes seen."""
-        raise NotImplementedError
+    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
+        raise TypeError(f"{self.name} is a closed form: nothing trains")
 
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        per_class = {name: axis for name, axis in self.grows.items() if name != "task_sizes"}
-        sizes = {state[name].shape[axis] for name, axis in per_class.items()}
-        return super()._sizes_agree(state) and sizes == {int(state["task_sizes"].sum())}
+    @abstractmethod
+    def scores(self, queries: Tensor) -> Tensor:
+        """The scores of a batch, B x classes seen."""
 
 
 class NearestClassMean(ClosedForm):
@@ -50,32 +49,33 @@ class NearestClassMean(ClosedForm):
 
     variants = MappingProxyType({"ncm": {}})
     temperature = 0.065
-    grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, "sums": 0, "counts": 0}
-
-    sums: Tensor
-    counts: Tensor
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
-        self.register_buffer("sums", torch.zeros(0, backbone.config.width))
-        self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
+        self.sums = Bank((backbone.config.width,))
+        self.counts = Bank(dtype=torch.int64)
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         new = self.classes_seen - len(self.sums)
-        self.sums = F.pad(self.sums, (0, 0, 0, new))
-        self.counts = F.pad(self.counts, (0, new))
+        self.sums.append(torch.zeros(new, self.vit_config.width))
+        self.counts.append(torch.zeros(new))
 
     def fit(self, features: Tensor, labels: Tensor) -> None:
-        self.sums = self.sums.index_add(0, labels, features.to(self.sums.dtype))
-        self.counts = self.counts + torch.bincount(labels, minlength=len(self.counts))
+        sums, counts = self.sums.frozen, self.counts.frozen
+        self.sums.frozen = sums.index_add(0, labels, features.to(sums.dtype))
+        self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
 
     def scores(self, queries: Tensor) -> Tensor:
-        scores = cosines(queries, self.sums)
-        return scores.masked_fill((self.counts == 0).to(scores.device), -1.0)
+        scores = cosines(queries, self.sums.frozen)
+        return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)
 
     def parameter_count(self) -> ParameterCount:
-        return ParameterCount(0, self.sums.numel())
+        return ParameterCount(0, self.sums.frozen.numel())
+
+    def _is_consistent(self) -> bool:
+        rows = {len(self.sums), len(self.counts)}
+        return super()._is_consistent() and rows == {self.classes_seen}
 
 
 class RanPAC(RidgeClassifier, ClosedForm):
@@ -83,10 +83,9 @@ class RanPAC(RidgeClassifier, ClosedForm):
 
     Config: ClassVar[type[MethodConfig]] = RidgeConfig
     variants = MappingProxyType({"ranpac": {}})
-    grows: ClassVar[Mapping[str, int]] = {**ClosedForm.grows, **RidgeClassifier.grows}
 
     def scores(self, queries: Tensor) -> Tensor:
         return self.statistics(queries)
 
     def parameter_count(self) -> ParameterCount:
-        return ParameterCount(0, self.statistics.sums.numel())
+        return ParameterCount(0, self.statistics.sums.frozen.numel())

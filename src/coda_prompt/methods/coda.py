@@ -1,7 +1,7 @@
-"""CODA-P: prompts as sums of components, weighted by attended key-query similarity.
+"""CODA-Prompt: Continual Decomposed Attention-based Prompting.
 
-Three published forms differ in how components start and what keeps them orthogonal; each is a
-preset (SPEC 3):
+Smith et al., CVPR 2023, https://arxiv.org/abs/2211.13218. Three published forms differ in how
+components are initialised and kept orthogonal; each is a preset:
 
 - `paper`: all components orthonormal from the start, 0.1 times the Frobenius norm of eq. 6;
 - `release-2022`: the same start, 1e-7 times the mean square;
@@ -11,17 +11,17 @@ preset (SPEC 3):
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     MethodConfig,
     PromptConfig,
@@ -31,7 +31,7 @@ from coda_prompt.methods.base import (
     split_prompts,
 )
 from coda_prompt.methods.frozen_cache import FrozenCache
-from coda_prompt.methods.options import STRICT, check_blocks, check_length
+from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.orthogonal import (
     frobenius_penalty,
     gram_error,
@@ -44,18 +44,18 @@ from coda_prompt.seeding import keyed_generator
 
 log = logging.getLogger(__name__)
 
-Start = Literal["all-at-once", "task-by-task", "uniform"]
+Initialisation = Literal["all-at-once", "task-by-task", "uniform"]
 Penalty = Literal["frobenius", "mean-square"]
 
-PRESETS: MappingProxyType[str, tuple[Start, Penalty, float]] = MappingProxyType(
+PRESETS: MappingProxyType[str, tuple[Initialisation, Penalty, float]] = MappingProxyType(
     {
         "paper": ("all-at-once", "frobenius", 0.1),
         "release-2022": ("all-at-once", "mean-square", 1e-6 * 0.1),
         "release-2023": ("task-by-task", "mean-square", 0.0),
     }
 )
-SMALLEST = 1e-12
 PENALTIES = MappingProxyType({"frobenius": frobenius_penalty, "mean-square": mean_square_penalty})
+EPSILON = 1e-12
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -63,18 +63,18 @@ class CodaConfig(PromptConfig):
     """Options of CODA-P."""
 
     components: int = Field(default=100, ge=1)
-    """Components per block in all, shared out over `tasks`; the remainder goes to the first."""
+    """Components per block in all, divided among `tasks`; the first tasks get the remainder."""
     tasks: int | None = Field(default=None, ge=1)
-    """How many tasks share `components`; None: open-ended, `components_per_task` each."""
+    """Number of tasks that share `components`; None: open-ended, `components_per_task` each."""
     components_per_task: int | None = Field(default=None, ge=1)
-    """Components a task adds where the number of tasks is unknown or has been passed; None: a
-    tenth of `components`, as with the paper's ten tasks."""
+    """Components a task adds where the number of tasks is unknown or exceeded; None: a tenth of
+    `components`, as with the paper's ten tasks."""
     length: int = Field(default=8, ge=1)
     """Rows of a prompt; half go to the keys, half to the values."""
     blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Prompted blocks, counted from 0."""
     preset: Literal["paper", "release-2022", "release-2023"] = "release-2023"
-    """Which published form: how components start, and the penalty that keeps them orthogonal."""
+    """The published form: how components are initialised and kept orthogonal."""
     orthogonality_weight: float | None = Field(default=None, ge=0)
     """Weight of the orthogonality penalty (lambda); None: the preset's."""
     attention: bool = True
@@ -88,190 +88,173 @@ class CodaConfig(PromptConfig):
 class CodaPrompt(PromptMethod):
     """CODA-P: prompts are sums of components, weighted by attended key-query similarity.
 
-    Eqs. 3-7 of the paper. Tensors of all prompted blocks are stacked in the first axis.
+    For the query q of an image, each prompted block computes
+
+        alpha_m = cos(q * A_m, K_m)     (eq. 5)
+        p       = sum_m alpha_m P_m     (eq. 3)
+
+    and uses the two halves of p as prefixes of its keys and values. Banks stack the tensors of all
+    prompted blocks: blocks x components x ...
     """
 
     Config: ClassVar[type[MethodConfig]] = CodaConfig
     variants = MappingProxyType({"coda-p": {}, "coda-p-s": {"components": 20, "length": 4}})
-    grows: ClassVar[Mapping[str, int]] = {
-        **PromptMethod.grows,
-        "components": 1,
-        "keys": 1,
-        "attention": 1,
-        "component_sizes": 0,
-    }
     config: CodaConfig
 
-    components: Tensor
-    keys: Tensor
-    attention: Tensor
-    component_sizes: Tensor
-
     def __init__(self, backbone: ViT, config: CodaConfig) -> None:
-        super().__init__(backbone, config, config.blocks)
-        check_length("length", config.length)
-        check_blocks("blocks", config.blocks, backbone)
-        if not config.blocks:
-            raise BadOption("CODA-P", "blocks", "prompts need at least one block")
-        start, self._penalty_name, weight = PRESETS[config.preset]
-        if start == "all-at-once" and config.tasks is None:
+        super().__init__(backbone, config, {"blocks": "length"})
+        initialisation, penalty, weight = PRESETS[config.preset]
+        if initialisation == "all-at-once" and config.tasks is None:
             raise BadOption(
                 "CODA-P",
                 "tasks",
-                f"preset '{config.preset}' starts all components together and needs the number of "
-                "tasks; give it, or use preset 'release-2023'",
+                f"preset '{config.preset}' initialises all components together and needs the "
+                "number of tasks; give it, or use preset 'release-2023'",
             )
         if config.tasks is not None and config.components < config.tasks:
             raise BadOption(
                 "CODA-P",
                 "components",
-                f"{config.components} components cannot be shared out over {config.tasks} tasks; "
+                f"{config.components} components cannot be divided among {config.tasks} tasks; "
                 "use at least one per task",
             )
         if config.orthogonality_weight is not None:
             weight = config.orthogonality_weight
-        self._start: Start = start if config.orthogonality else "uniform"
-        self._penalty_weight = weight if config.orthogonality else 0.0
-        self.kinds = ("components", "keys", "attention")[: 3 if config.attention else 2]
+        self._initialisation = initialisation if config.orthogonality else "uniform"
+        self._penalty, self._penalty_weight = PENALTIES[penalty], weight * config.orthogonality
         blocks, width = len(config.blocks), backbone.config.width
-        self.register_buffer("components", torch.zeros(blocks, 0, config.length, width))
-        self.register_buffer("keys", torch.zeros(blocks, 0, width))
-        self.register_buffer("attention", torch.zeros(blocks, 0, width))
-        self.register_buffer("component_sizes", torch.zeros(0, dtype=torch.int64))
-        self._folded = FrozenCache(folded)
-        self._frozen_error = {kind: FrozenCache(gram_error) for kind in self.kinds}
-        self.new_components: nn.Parameter | None = None
-        self.new_keys: nn.Parameter | None = None
-        self.new_attention: nn.Parameter | None = None
+        self.components = Bank((config.length, width), groups=blocks)  # P
+        self.keys = Bank((width,), groups=blocks)  # K
+        self.attention = Bank((width,), groups=blocks)  # A
+        self.component_sizes = Bank(dtype=torch.int64)
+        self._frozen_products = FrozenCache(key_products)
+        self._frozen_errors = {name: FrozenCache(gram_error) for name in self.prompt_banks}
+
+    @property
+    def prompt_banks(self) -> dict[str, Bank]:
+        """The banks that grow by one row per component."""
+        banks = {"components": self.components, "keys": self.keys}
+        return banks | {"attention": self.attention} if self.config.attention else banks
+
+    # -- equations 3 to 7
+
+    def prefixes(self, queries: Tensor) -> Prefixes:
+        """Key and value prefixes of every prompted block (eq. 3), frozen and open components."""
+        attended = (self.keys, self.attention) if self.config.attention else (self.keys,)
+        parts = []
+        if self.components.frozen.shape[1]:
+            products = self._frozen_products(*(bank.frozen for bank in attended))
+            parts.append(weighted_sum(queries, products, self.components.frozen))
+        keys, attention = self.keys.trainable, self.attention.trainable
+        if self.components.trainable is not None and keys is not None:
+            products = key_products(keys, attention)
+            parts.append(weighted_sum(queries, products, self.components.trainable))
+        if not parts:
+            return {}
+        prompts = sum(parts[1:], parts[0])  # blocks x B x L x D
+        return {
+            block: split_prompts(prompt) for block, prompt in zip(self.blocks, prompts, strict=True)
+        }
+
+    def penalty(self) -> Tensor:
+        """lambda (L(P) + L(K) + L(A)), L(B) = |B B^T - I| (eqs. 6 and 7)."""
+        if not self._penalty_weight or self.components.trainable is None:
+            return super().penalty()
+        parts = [
+            self._penalty(bank.frozen, bank.trainable, self._frozen_errors[name](bank.frozen))
+            for name, bank in self.prompt_banks.items()
+            if bank.trainable is not None
+        ]
+        return self._penalty_weight * torch.stack(parts).sum()
 
     # -- growth
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         count = self._next_count() if self._learns_prompts(brief) else 0
-        self.component_sizes = torch.cat(
-            [self.component_sizes, self.component_sizes.new_tensor([count])]
-        )
+        self.component_sizes.append([count])
         if not count:
             return
-        self._say_where_crowded(count)
-        for kind in self.kinds:
-            held: Tensor = getattr(self, kind)
-            new = self._start_rows(kind, held, count, brief)
-            if not self.config.freezing:
-                new = torch.cat([held, new], dim=1)
-                setattr(self, kind, held[:, :0])
-            setattr(self, f"new_{kind}", nn.Parameter(new))
-
-    def end_task(self) -> None:
-        for kind in self.kinds:
-            new: nn.Parameter | None = getattr(self, f"new_{kind}")
-            if new is not None:
-                setattr(self, kind, torch.cat([getattr(self, kind), new.detach()], dim=1))
-                setattr(self, f"new_{kind}", None)
-        super().end_task()
+        self._warn_if_crowded(count)
+        for name, bank in self.prompt_banks.items():
+            rows = self._initial_rows(name, bank.frozen, count, brief)
+            if self.config.freezing:
+                bank.open(rows)
+            else:
+                bank.append(rows)
+                bank.reopen()
 
     def _next_count(self) -> int:
-        config, learned = self.config, int((self.component_sizes > 0).sum())
+        config, learned = self.config, int((self.component_sizes.rows > 0).sum())
         if config.tasks is None or learned >= config.tasks:
             return config.components_per_task or max(1, config.components // 10)
         share, remainder = divmod(config.components, config.tasks)
         return share + (learned < remainder)
 
-    def _start_rows(self, kind: str, held: Tensor, count: int, brief: TaskBrief) -> Tensor:
-        """The first values of `count` new rows per block, in the shape of `held`."""
-        learned = held.shape[1]
-        if self._start == "uniform":
-            return uniform_rows(held, count, brief.generator(kind))
-        flat = held.flatten(2)
-        if self._start == "all-at-once" and learned + count <= self.config.components:
-            # Keyed by what all tasks have in common: each takes its part of one basis.
-            common = keyed_generator(brief.seed, kind)
-            rows = orthonormal_rows(flat[:, :0], self.config.components, common)
+    def _initial_rows(self, name: str, older: Tensor, count: int, brief: TaskBrief) -> Tensor:
+        """The initial values of `count` new rows per block, in the shape of `older`."""
+        learned = older.shape[1]
+        if self._initialisation == "uniform":
+            return uniform_rows(older, count, brief.generator(name))
+        flat = older.flatten(2)
+        if self._initialisation == "all-at-once" and learned + count <= self.config.components:
+            # Not keyed by the task: each task takes its part of one basis.
+            shared = keyed_generator(brief.seed, name)
+            rows = orthonormal_rows(flat[:, :0], self.config.components, shared)
             rows = rows[:, learned : learned + count]
         else:
-            rows = orthonormal_rows(flat, count, brief.generator(kind))
-        return rows.unflatten(2, held.shape[2:]).contiguous()
+            rows = orthonormal_rows(flat, count, brief.generator(name))
+        return rows.unflatten(2, older.shape[2:]).contiguous()
 
-    def _say_where_crowded(self, count: int) -> None:
-        """One line when the first kind of vector runs out of orthogonal directions."""
-        learned, width = self.keys.shape[1], self.keys.shape[2]
-        if self._start != "uniform" and learned <= width < learned + count:
+    def _warn_if_crowded(self, count: int) -> None:
+        """Warn once, when keys run out of orthogonal directions."""
+        learned, width = len(self.keys), self.keys.frozen.shape[2]
+        if self._initialisation != "uniform" and learned <= width < learned + count:
             log.warning(
-                "%d components in %d dimensions: from now on new keys and attention vectors that "
-                "find no orthogonal direction left start as random unit vectors",
+                "%d components in %d dimensions: new keys and attention vectors without an "
+                "orthogonal direction left start as random unit vectors from now on",
                 learned + count,
                 width,
             )
 
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        counts = {state[kind].shape[1] for kind in self.kinds}
-        counts.add(int(state["component_sizes"].sum()))
-        return super()._sizes_agree(state) and len(counts) == 1
-
-    # -- prompts
-
-    def prefixes(self, queries: Tensor) -> Prefixes:
-        """p = sum_m alpha_m P_m (eq. 3), the old components' part and the new ones'."""
-        parts = []
-        if self.components.shape[1]:
-            attended = (self.keys, self.attention) if self.config.attention else (self.keys,)
-            parts.append(_summed(queries, self._folded(*attended), self.components))
-        if self.new_components is not None and self.new_keys is not None:
-            parts.append(
-                _summed(queries, folded(self.new_keys, self.new_attention), self.new_components)
-            )
-        if not parts:
-            return {}
-        prompts = parts[0] + parts[1] if len(parts) > 1 else parts[0]
-        return {
-            block: split_prompts(prompts[position])
-            for position, block in enumerate(self.config.blocks)
-        }
-
-    def penalty(self) -> Tensor:
-        if not self._penalty_weight or self.new_components is None:
-            return super().penalty()
-        measure = PENALTIES[self._penalty_name]
-        parts = [
-            measure(getattr(self, kind), getattr(self, f"new_{kind}"), error(getattr(self, kind)))
-            for kind, error in self._frozen_error.items()
-        ]
-        return self._penalty_weight * torch.stack(parts).sum()
+    def _is_consistent(self) -> bool:
+        rows = {len(bank) for bank in self.prompt_banks.values()}
+        return super()._is_consistent() and rows == {int(self.component_sizes.rows.sum())}
 
 
-class FoldedKeys(NamedTuple):
-    """Keys and attention vectors, in the two products that weights are made of."""
+class KeyProducts(NamedTuple):
+    """Keys and attention vectors, combined as eq. 5 needs them."""
 
-    matched: Tensor
+    unit_keys: Tensor
     """blocks x M x D: A * K / |K|, or K / |K| without attention vectors."""
     squares: Tensor | None
     """blocks x M x D: A^2; None without attention vectors."""
 
 
-def folded(keys: Tensor, attention: Tensor | None = None) -> FoldedKeys:
+def key_products(keys: Tensor, attention: Tensor | None = None) -> KeyProducts:
     with full_precision(keys.device):
-        unit = F.normalize(keys, dim=-1, eps=SMALLEST)
+        unit = F.normalize(keys, dim=-1, eps=EPSILON)
         if attention is None:
-            return FoldedKeys(unit, None)
-        return FoldedKeys(attention * unit, attention.square())
+            return KeyProducts(unit, None)
+        return KeyProducts(attention * unit, attention.square())
 
 
-def component_weights(queries: Tensor, keys: FoldedKeys) -> Tensor:
+def component_weights(queries: Tensor, keys: KeyProducts) -> Tensor:
     """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D.
 
     q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
     Without attention vectors alpha = cos(q, K) (eq. 4).
     """
     with full_precision(queries.device):  # a cosine in half precision is noise
-        queries = queries.to(keys.matched.dtype)
+        queries = queries.to(keys.unit_keys.dtype)
         if keys.squares is None:
-            return F.normalize(queries, dim=-1, eps=SMALLEST) @ keys.matched.mT
+            return F.normalize(queries, dim=-1, eps=EPSILON) @ keys.unit_keys.mT
         squared_length = queries.square() @ keys.squares.mT
-        return queries @ keys.matched.mT / squared_length.clamp_min(SMALLEST**2).sqrt()
+        # Clamped before the root, which has no gradient at 0.
+        return queries @ keys.unit_keys.mT / squared_length.clamp_min(EPSILON**2).sqrt()
 
 
-def _summed(queries: Tensor, keys: FoldedKeys, components: Tensor) -> Tensor:
-    """blocks x B x L x D."""
+def weighted_sum(queries: Tensor, keys: KeyProducts, components: Tensor) -> Tensor:
+    """p = sum_m alpha_m P_m (eq. 3), blocks x B x L x D."""
     weights = component_weights(queries, keys)
     return (weights @ components.flatten(2)).unflatten(2, components.shape[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -30,7 +29,6 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
 
     Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
     variants = MappingProxyType({"coda-p-ranpac": {}})
-    grows: ClassVar[Mapping[str, int]] = {**CodaPrompt.grows, **RidgeClassifier.grows}
     config: CodaRanPACConfig
 
     def wants_class_means(self, classes: tuple[int, ...]) -> bool:
@@ -38,21 +36,17 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        if self.new_components is None:
+        if self.components.trainable is None:
             self.head.close()
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.statistics(self.features(images, queries))
 
     def parameter_count(self) -> ParameterCount:
-        prompts = sum(getattr(self, kind).numel() for kind in self.kinds)
-        return ParameterCount(prompts, self.statistics.sums.numel())
+        prompts = sum(bank.frozen.numel() for bank in self.prompt_banks.values())
+        return ParameterCount(prompts, self.statistics.sums.frozen.numel())
 
     def _learns_prompts(self, brief: TaskBrief) -> bool:
         """Once, and before there are sums that other features would not fit."""
         unused = not self.statistics.classes
         return unused and super()._learns_prompts(brief)
-
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        classes = {state[f"statistics.{name}"].shape[1] for name in ("sums", "weight")}
-        return super()._sizes_agree(state) and classes == {int(state["task_sizes"].sum())}

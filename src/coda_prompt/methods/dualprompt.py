@@ -1,17 +1,19 @@
-"""DualPrompt: general prompts for all tasks, and an expert prompt per task found by its key."""
+"""DualPrompt: Complementary Prompting for Rehearsal-free Continual Learning.
+
+Wang et al., ECCV 2022, https://arxiv.org/abs/2204.04799.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from coda_prompt.errors import BadOption
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     MethodConfig,
     PromptConfig,
@@ -20,7 +22,7 @@ from coda_prompt.methods.base import (
     cosines,
     split_prompts,
 )
-from coda_prompt.methods.options import STRICT, check_blocks, check_length
+from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
 
@@ -44,91 +46,56 @@ class DualPromptConfig(PromptConfig):
 class DualPrompt(PromptMethod):
     """DualPrompt: general prompts for all tasks, and an expert prompt per task.
 
-    Training uses the task's own expert; inference the nearest key's, per block and image.
+    Training uses the task's own expert; inference the one with the nearest key, per block and
+    image, among the tasks learned so far.
     """
 
     Config: ClassVar[type[MethodConfig]] = DualPromptConfig
     variants = MappingProxyType({"dualprompt": {}})
-    grows: ClassVar[Mapping[str, int]] = {
-        **PromptMethod.grows,
-        "general": 1,
-        "experts": 1,
-        "keys": 1,
-    }
     config: DualPromptConfig
 
-    general: Tensor
-    experts: Tensor
-    keys: Tensor
-
     def __init__(self, backbone: ViT, config: DualPromptConfig) -> None:
-        super().__init__(backbone, config, config.general_blocks + config.expert_blocks)
-        check_length("general_length", config.general_length)
-        check_length("expert_length", config.expert_length)
-        check_blocks("general_blocks", config.general_blocks, backbone)
-        check_blocks("expert_blocks", config.expert_blocks, backbone)
+        prompts = {"general_blocks": "general_length", "expert_blocks": "expert_length"}
+        super().__init__(backbone, config, prompts)
         if not config.expert_blocks:
             raise BadOption("dualprompt", "expert_blocks", "experts need at least one block")
-        shared = set(config.general_blocks) & set(config.expert_blocks)
-        if shared:
-            raise BadOption(
-                "dualprompt", "expert_blocks", f"{sorted(shared)} already have general prompts"
-            )
-        width, blocks = backbone.config.width, len(config.expert_blocks)
-        general = torch.zeros(len(config.general_blocks), 0, config.general_length, width)
-        self.register_buffer("general", general)
-        self.register_buffer("experts", torch.zeros(blocks, 0, config.expert_length, width))
-        self.register_buffer("keys", torch.zeros(blocks, 0, width))
-        self.open_general: nn.Parameter | None = None
-        self.new_expert: nn.Parameter | None = None
-        self.new_key: nn.Parameter | None = None
+        width, experts = backbone.config.width, len(config.expert_blocks)
+        self.general = Bank((config.general_length, width), groups=len(config.general_blocks))  # g
+        self.experts = Bank((config.expert_length, width), groups=experts)  # e
+        self.keys = Bank((width,), groups=experts)  # k
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         if not self._learns_prompts(brief):
             return
-        if not self.general.shape[1]:
-            self.general = uniform_rows(self.general, 1, brief.generator("general"))
-        self.open_general = nn.Parameter(self.general.clone())
-        self.new_expert = nn.Parameter(uniform_rows(self.experts, 1, brief.generator("expert")))
-        self.new_key = nn.Parameter(uniform_rows(self.keys, 1, brief.generator("key")))
-
-    def end_task(self) -> None:
-        if self.open_general is not None and self.new_expert is not None:
-            assert self.new_key is not None
-            self.general = self.open_general.detach()
-            self.experts = torch.cat([self.experts, self.new_expert.detach()], dim=1)
-            self.keys = torch.cat([self.keys, self.new_key.detach()], dim=1)
-            self.open_general = self.new_expert = self.new_key = None
-        super().end_task()
-
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        experts = state["experts"].shape[1]
-        same = experts == state["keys"].shape[1] and state["general"].shape[1] == (experts > 0)
-        return super()._sizes_agree(state) and same
+        if not len(self.general):
+            self.general.append(uniform_rows(self.general.frozen, 1, brief.generator("general")))
+        self.general.reopen()
+        self.experts.open(uniform_rows(self.experts.frozen, 1, brief.generator("expert")))
+        self.keys.open(uniform_rows(self.keys.frozen, 1, brief.generator("key")))
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        """Experts of the tasks learned so far; the one in training is among them."""
-        experts, keys = self.experts, self.keys
-        if self.new_expert is not None and self.new_key is not None:
-            experts = torch.cat([experts, self.new_expert], dim=1)
-            keys = torch.cat([keys, self.new_key], dim=1)
-        if not keys.shape[1]:
+        if not len(self.keys):
             return {}
-        similarity = cosines(queries, keys)  # blocks x B x tasks
-        nearest = similarity.argmax(dim=-1)
-        taken = [rows[choice] for rows, choice in zip(experts, nearest, strict=True)]
-        return self._with_general(taken)
+        nearest = cosines(queries, self.keys.rows).argmax(dim=-1)  # blocks x B
+        experts = [rows[task] for rows, task in zip(self.experts.rows, nearest, strict=True)]
+        return self._with_general(experts)
 
     def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
-        if self.new_expert is None or self.new_key is None:
+        """The current task's expert; its keys are pulled to the queries by 1 - cos(q, k)."""
+        if self.experts.trainable is None or self.keys.trainable is None:
             return self.prefixes(queries), queries.new_zeros(len(queries))
-        similarity = cosines(queries, self.new_key)  # blocks x B x 1
+        similarity = cosines(queries, self.keys.trainable)  # blocks x B x 1
         key_loss = self.config.key_weight * (1 - similarity).sum(dim=(0, 2))
-        return self._with_general(list(self.new_expert)), key_loss
+        return self._with_general(list(self.experts.trainable)), key_loss
 
     def _with_general(self, experts: list[Tensor]) -> Prefixes:
-        general = self.general if self.open_general is None else self.open_general
-        prompts = (*general, *experts)  # each 1 or B x L x D
-        blocks = self.config.general_blocks + self.config.expert_blocks
-        return {block: split_prompts(prompt) for block, prompt in zip(blocks, prompts, strict=True)}
+        prompts = (*self.general.rows, *experts)  # each 1 or B x L x D
+        return {
+            block: split_prompts(prompt) for block, prompt in zip(self.blocks, prompts, strict=True)
+        }
+
+    def _is_consistent(self) -> bool:
+        tasks = len(self.experts)
+        agree = len(self.keys) == tasks and len(self.general) == (tasks > 0)
+        return super()._is_consistent() and agree

@@ -25,7 +25,7 @@ class WholeNetwork(TrainedMethod):
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         # Where the head alone was imprinted there is no loss, and weight decay must not act.
-        self.network.requires_grad_(self.head.open_weight is not None)
+        self.network.requires_grad_(self.head.open_rows is not None)
 
     def end_task(self) -> None:
         self.network.requires_grad_(False)

@@ -1,17 +1,19 @@
-"""L2P++ and Deep L2P++: a pool of prompts; each image takes those with the nearest keys."""
+"""L2P++ and Deep L2P++: Learning to Prompt for Continual Learning, with prefix-tuning.
+
+Wang et al., CVPR 2022, https://arxiv.org/abs/2112.08654; "++" as in CODA-Prompt's comparison.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from coda_prompt.errors import BadOption
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     MethodConfig,
     PromptConfig,
@@ -20,7 +22,7 @@ from coda_prompt.methods.base import (
     cosines,
     split_prompts,
 )
-from coda_prompt.methods.options import STRICT, check_blocks, check_length
+from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
 
@@ -32,17 +34,17 @@ class L2PConfig(PromptConfig):
     pool: int = Field(default=30, ge=1)
     """Prompts per block, shared by all tasks."""
     top: int = Field(default=5, ge=1)
-    """Prompts an image takes."""
+    """Prompts selected for an image."""
     length: int = Field(default=20, ge=1)
     """Rows of one prompt; half go to the keys, half to the values."""
     blocks: tuple[int, ...] = (0,)
     """Prompted blocks, counted from 0."""
     key_weight: float = Field(default=1.0, ge=0)
-    """Weight of the loss that pulls chosen keys to the image's query."""
+    """Weight of the loss that pulls selected keys to the image's query."""
 
 
 class L2P(PromptMethod):
-    """L2P++: a pool of prompts trained in every task; each image takes those with nearest keys.
+    """L2P++: a pool of prompts trained in every task; each image selects those with nearest keys.
 
     Selection is per image, never by a vote of the batch.
     """
@@ -51,66 +53,47 @@ class L2P(PromptMethod):
     variants = MappingProxyType(
         {"l2p++": {}, "deep-l2p++": {"pool": 100, "blocks": (0, 1, 2, 3, 4)}}
     )
-    grows: ClassVar[Mapping[str, int]] = {**PromptMethod.grows, "prompts": 1, "keys": 1}
     config: L2PConfig
 
-    prompts: Tensor
-    keys: Tensor
-
     def __init__(self, backbone: ViT, config: L2PConfig) -> None:
-        super().__init__(backbone, config, config.blocks)
-        check_length("length", config.length)
-        check_blocks("blocks", config.blocks, backbone)
-        if not config.blocks:
-            raise BadOption("L2P++", "blocks", "prompts need at least one block")
+        super().__init__(backbone, config, {"blocks": "length"})
         if config.top > config.pool:
-            raise BadOption(
-                "l2p++", "top", f"{config.top} prompts cannot be taken from a pool of {config.pool}"
-            )
-        blocks, width = len(config.blocks), backbone.config.width
-        self.register_buffer("prompts", torch.zeros(blocks, 0, config.length, width))
-        self.register_buffer("keys", torch.zeros(blocks, 0, width))
-        self.open_prompts: nn.Parameter | None = None
-        self.open_keys: nn.Parameter | None = None
+            problem = f"{config.top} prompts cannot be selected from a pool of {config.pool}"
+            raise BadOption("L2P++", "top", problem)
+        width = backbone.config.width
+        self.prompts = Bank((config.length, width), groups=len(config.blocks))  # P
+        self.keys = Bank((width,), groups=len(config.blocks))  # k
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         if not self._learns_prompts(brief):
             return
-        if not self.prompts.shape[1]:
-            self.prompts = uniform_rows(self.prompts, self.config.pool, brief.generator("prompts"))
-            self.keys = uniform_rows(self.keys, self.config.pool, brief.generator("keys"))
-        self.open_prompts = nn.Parameter(self.prompts.clone())
-        self.open_keys = nn.Parameter(self.keys.clone())
-
-    def end_task(self) -> None:
-        if self.open_prompts is not None and self.open_keys is not None:
-            self.prompts, self.keys = self.open_prompts.detach(), self.open_keys.detach()
-            self.open_prompts = self.open_keys = None
-        super().end_task()
-
-    def _sizes_agree(self, state: Mapping[str, Tensor]) -> bool:
-        sizes = {state["prompts"].shape[1], state["keys"].shape[1]}
-        return super()._sizes_agree(state) and sizes in ({0}, {self.config.pool})
+        for name, bank in (("prompts", self.prompts), ("keys", self.keys)):
+            if not len(bank):
+                bank.append(uniform_rows(bank.frozen, self.config.pool, brief.generator(name)))
+            bank.reopen()  # the pool trains in every task
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        return self._chosen(queries)[0]
+        return self._select(queries)[0]
 
     def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
-        """The key loss is sum of (1 - cos) over the image's own chosen keys, as L2P defines it."""
-        prefixes, similarity = self._chosen(queries)
+        """The key loss: the sum of 1 - cos(q, k) over the keys an image selected (eq. 5)."""
+        prefixes, similarity = self._select(queries)
         return prefixes, self.config.key_weight * (1 - similarity).sum(dim=(0, 2))
 
-    def _chosen(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
-        """Prefixes, and the similarity of each image to its chosen keys, blocks x B x top."""
-        prompts = self.prompts if self.open_prompts is None else self.open_prompts
-        keys = self.keys if self.open_keys is None else self.open_keys
-        if not prompts.shape[1]:
+    def _select(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
+        """Prefixes, and the similarity of each image to its selected keys, blocks x B x top."""
+        prompts = self.prompts.rows
+        if not len(self.prompts):
             return {}, queries.new_zeros(len(prompts), len(queries), 0)
-        nearest = cosines(queries, keys).topk(self.config.top, dim=-1)  # blocks x B x top
+        nearest = cosines(queries, self.keys.rows).topk(self.config.top, dim=-1)  # eq. 3
         prefixes = {}
-        for position, block in enumerate(self.config.blocks):
-            taken = prompts[position][nearest.indices[position]]  # B x top x L x D
-            own_keys, own_values = split_prompts(taken)
-            prefixes[block] = (own_keys.flatten(1, 2), own_values.flatten(1, 2))
+        for position, block in enumerate(self.blocks):
+            selected = prompts[position][nearest.indices[position]]  # B x top x L x D
+            keys, values = split_prompts(selected)
+            prefixes[block] = (keys.flatten(1, 2), values.flatten(1, 2))  # eq. 2
         return prefixes, nearest.values
+
+    def _is_consistent(self) -> bool:
+        sizes = {len(self.prompts), len(self.keys)}
+        return super()._is_consistent() and sizes in ({0}, {self.config.pool})

@@ -1,4 +1,4 @@
-"""Options: frozen pydantic dataclasses, checked with messages that name the field."""
+"""Options of methods and trainings: frozen pydantic dataclasses; errors name the field."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, ValidationError
 
 from coda_prompt.errors import BadOption, OddPromptLength, TooManyBlocks, UnknownName
-from coda_prompt.model.vit import ViT
 
 STRICT = ConfigDict(extra="forbid")
 Config = TypeVar("Config")
 
 
 def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any]) -> Config:
-    """A validated configuration; an unknown or unusable option is named."""
+    """Validate options; the error names an unknown option or an unusable value."""
     known = [field.name for field in fields(config_type)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
@@ -34,7 +33,7 @@ def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any
 
 
 def option_meanings(config_type: type[Any]) -> dict[str, str]:
-    """The sentence under each field of a config class: help texts come from the source."""
+    """Read the docstring under each field of a config class from its source, for help texts."""
     meanings = {}
     for owner in reversed(config_type.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
@@ -50,14 +49,29 @@ def option_meanings(config_type: type[Any]) -> dict[str, str]:
     return meanings
 
 
-def check_length(field: str, length: int) -> None:
-    if length % 2:
-        raise OddPromptLength(field, length)
+def check_prompts(config: Any, depth: int, prompts: Mapping[str, str]) -> tuple[int, ...]:
+    """Check the options of prompts and return the prompted blocks.
 
+    Args:
+        depth: Number of blocks of the ViT.
+        prompts: Name of an option with blocks -> name of the option with their prompts' length.
 
-def check_blocks(field: str, blocks: tuple[int, ...], backbone: ViT) -> None:
-    depth = backbone.config.depth
-    if len(set(blocks)) < len(blocks):
-        raise BadOption("the method", field, f"{blocks} names a block twice")
-    if any(block < 0 or block >= depth for block in blocks):
-        raise TooManyBlocks(blocks, depth)
+    Raises:
+        CodaError: A length is odd, or a block is named twice or does not exist.
+    """
+    used: dict[int, str] = {}
+    for name, length in prompts.items():
+        rows, blocks = getattr(config, length), getattr(config, name)
+        if rows % 2:
+            raise OddPromptLength(length, rows)
+        if len(set(blocks)) < len(blocks):
+            raise BadOption("the method", name, f"{blocks} names a block twice")
+        if any(block < 0 or block >= depth for block in blocks):
+            raise TooManyBlocks(blocks, depth)
+        if shared := sorted(used.keys() & set(blocks)):
+            other = used[shared[0]]
+            raise BadOption("the method", name, f"{shared} already have prompts by '{other}'")
+        used |= dict.fromkeys(blocks, name)
+    if prompts and not used:
+        raise BadOption("the method", next(iter(prompts)), "prompts need at least one block")
+    return tuple(used)

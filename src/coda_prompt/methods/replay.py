@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import MethodConfig, TaskBrief
 from coda_prompt.methods.finetune import WholeNetwork
 from coda_prompt.methods.options import STRICT
@@ -35,14 +35,11 @@ class ExperienceReplay(WholeNetwork):
     Config: ClassVar[type[MethodConfig]] = ReplayConfig
     variants = MappingProxyType({"er-5000": {}})
     keeps_images = True
-    grows: ClassVar[Mapping[str, int]] = {**WholeNetwork.grows, "buffer": 0}
     config: ReplayConfig
-
-    buffer: Tensor
 
     def __init__(self, backbone: ViT, config: ReplayConfig) -> None:
         super().__init__(backbone, config)
-        self.register_buffer("buffer", torch.zeros(0, 4, dtype=torch.int64))
+        self.buffer = Bank((4,), dtype=torch.int64)
         self.candidates = torch.zeros(0, 4, dtype=torch.int64)
 
     def begin_task(self, brief: TaskBrief) -> None:
@@ -54,14 +51,14 @@ class ExperienceReplay(WholeNetwork):
 
     def end_task(self) -> None:
         """Keep the same number of each class."""
-        kept = torch.cat([self.buffer.cpu(), self.candidates])
+        kept = torch.cat([self.buffer.frozen.cpu(), self.candidates])
         kept = kept[kept[:, 3].argsort()]
         share, remainder = divmod(self.config.buffer, max(1, self.classes_seen))
         parts = []
         for row in range(self.classes_seen):
             of_class = kept[kept[:, 2] == row]
             parts.append(of_class[: share + (row < remainder)])
-        self.buffer = torch.cat(parts).to(self.buffer.device)
+        self.buffer.frozen = torch.cat(parts).to(self.buffer.frozen.device)
         self.candidates = self.candidates[:0]
         super().end_task()
 
@@ -70,4 +67,4 @@ class ExperienceReplay(WholeNetwork):
         if not len(self.buffer):
             return super().replay(count, generator)
         drawn = torch.randint(len(self.buffer), (count,), generator=generator)
-        return self.buffer.cpu()[drawn, :2]
+        return self.buffer.frozen.cpu()[drawn, :2]

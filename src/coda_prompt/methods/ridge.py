@@ -7,8 +7,6 @@ scores = h (G + lambda I)^-1 C. Sums do not care in which order classes come.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import Method, MethodConfig, TaskBrief, full_precision
 from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import ViT
@@ -58,11 +57,6 @@ class RidgeClassifier(Method):
 
     fits = True
     temperature = 0.1  # of scores between 0 and 1: fitted values on pocket are around it
-    grows: ClassVar[Mapping[str, int]] = {
-        "statistics.sums": 1,
-        "statistics.weight": 1,
-        "statistics.counts": 0,
-    }
     config: RidgeConfig
 
     def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
@@ -81,15 +75,17 @@ class RidgeClassifier(Method):
     def fit(self, features: Tensor, labels: Tensor) -> None:
         self.statistics.fit(features, labels, len(self.task_sizes))
 
+    def _is_consistent(self) -> bool:
+        statistics = self.statistics
+        rows = {len(statistics.sums), len(statistics.weight), len(statistics.counts)}
+        return super()._is_consistent() and rows == {self.classes_seen}
+
 
 class RandomRidge(nn.Module):
     """The statistics of all classes seen, and the map they give."""
 
     seed: Tensor
     gram: Tensor
-    sums: Tensor
-    weight: Tensor
-    counts: Tensor
     ridge: Tensor
     errors: Tensor
 
@@ -108,31 +104,31 @@ class RandomRidge(nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
         # A symmetric matrix, the rows of its upper triangle one after another.
         self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
-        self.register_buffer("sums", torch.zeros(projected, 0))
-        self.register_buffer("weight", torch.zeros(projected, 0))
-        self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
+        self.sums, self.weight = Bank(groups=projected), Bank(groups=projected)
+        self.counts = Bank(dtype=torch.int64)
         self.register_buffer("ridge", torch.tensor(ridge or 0.0))
         self.register_buffer("errors", torch.zeros(len(RIDGES)))
         self._projection: tuple[int, Tensor] | None = None
 
     @property
     def classes(self) -> int:
-        return self.sums.shape[1]
+        return len(self.sums)
 
     def grow(self, classes: int, seed: int) -> None:
-        """Make room up to so many classes; the first seed counts."""
+        """Add zeros up to this number of classes; the first seed counts."""
         if not self.classes:
             self.seed = self.seed.new_tensor(seed)
-        self.sums = F.pad(self.sums, (0, classes - self.classes))
-        self.weight = F.pad(self.weight, (0, classes - self.weight.shape[1]))
-        self.counts = F.pad(self.counts, (0, classes - len(self.counts)))
+        new = classes - self.classes
+        self.sums.append(torch.zeros(self.projected, new))
+        self.weight.append(torch.zeros(self.projected, new))
+        self.counts.append(torch.zeros(new))
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add these images to the sums and solve again."""
         if self.fixed_ridge is None and _can_choose(labels):
             self.errors = self.errors + self._held_out_errors(features, labels, task)
             self.ridge = self.ridge.new_tensor(RIDGES[int(self.errors.argmin())])
-        gram, sums = self._unpacked(), self.sums
+        gram, sums = self._unpacked(), self.sums.frozen
         counts = torch.bincount(labels, minlength=self.classes)
         if self.blend:
             added, mixed = self._added(features, labels)
@@ -144,8 +140,8 @@ class RandomRidge(nn.Module):
                 hidden = torch.where(mixed, hidden, means[part_labels])
             gram = gram + hidden.T @ hidden
         self.gram = torch.cat([row[place:] for place, row in enumerate(gram)])
-        self.sums = sums
-        self.counts = self.counts + counts
+        self.sums.frozen = sums
+        self.counts.frozen = self.counts.frozen + counts
         # On the CPU in float64, which not every accelerator has.
         damped, targets = gram.to("cpu", torch.float64, copy=True), sums.cpu().double()
         ridge = self._used_ridge(float(damped.trace()))
@@ -153,18 +149,18 @@ class RandomRidge(nn.Module):
             damped, targets, ridge = self._balanced(damped, targets, ridge)
         damped.diagonal().add_(ridge)
         solved = torch.cholesky_solve(targets, torch.linalg.cholesky(damped))
-        self.weight = solved.to(self.weight).contiguous()
+        self.weight.frozen = solved.to(self.weight.frozen).contiguous()
 
     def forward(self, features: Tensor) -> Tensor:
         """Scores, B x classes."""
         hidden = self.hidden(features)
         with full_precision(features.device):
-            return hidden @ self.weight
+            return hidden @ self.weight.frozen
 
     def hidden(self, features: Tensor) -> Tensor:
         """h = ReLU(f W), n x projected."""
         with full_precision(features.device):
-            features = features.to(self.weight.dtype)
+            features = features.to(self.weight.frozen.dtype)
             return F.relu(features @ self.projection(features))
 
     def projection(self, like: Tensor) -> Tensor:
@@ -187,7 +183,7 @@ class RandomRidge(nn.Module):
         feature counts there with its mean over the class instead.
         """
         total = most = self.gram.new_zeros(self.projected)
-        added = torch.zeros_like(self.sums)
+        added = torch.zeros_like(self.sums.frozen)
         _, copies, times = features.unique(dim=0, return_inverse=True, return_counts=True)
         for part, part_labels, same in zip(
             features.split(PART), labels.split(PART), times[copies].split(PART), strict=True
@@ -205,7 +201,7 @@ class RandomRidge(nn.Module):
         Of a class with few images the mean is known, and how images scatter around a mean is taken
         from all classes together. Where all have as many, nothing changes.
         """
-        counts = self.counts.cpu().double()
+        counts = self.counts.frozen.cpu().double()
         average = float(counts[counts > 0].mean())
         means = sums / counts.clamp(min=1)
         scatter = gram - (means * counts) @ means.T

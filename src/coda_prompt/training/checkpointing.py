@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import Method
+from coda_prompt.methods.bank import upgrade_format1, upgrade_training_format1
 from coda_prompt.storage.files import FileSchema, write_atomically
 from coda_prompt.storage.tensors import read_tensors, tensors_sha256, write_tensors
 from coda_prompt.training.settings import Event
@@ -160,11 +161,14 @@ class Checkpointer:
     def restore_learned(self, method: Method) -> None:
         """Load what the finished tasks learned."""
         state: dict[str, Tensor] = {}
+        axes = method.growing_axes()
         for file in self._learned:
-            for name, tensor in read_tensors(self.folder / file.name).tensors.items():
-                if name in file.appended:
+            tensors = read_tensors(self.folder / file.name).tensors
+            appended = upgrade_format1(method, dict.fromkeys(file.appended))
+            for name, tensor in upgrade_format1(method, tensors).items():
+                if name in appended:
                     try:
-                        tensor = torch.cat([state[name], tensor], method.grows[name])
+                        tensor = torch.cat([state[name], tensor], axes[name])
                     except (KeyError, RuntimeError, IndexError) as error:
                         problem = f"'{name}' does not continue the earlier files"
                         raise CorruptFile(self.folder / file.name, problem) from error
@@ -187,7 +191,7 @@ class Checkpointer:
         if position is None or latest is None or latest.training is None:
             return None
         path = self.folder / latest.training.name
-        tensors = read_tensors(path).tensors
+        tensors = upgrade_training_format1(method, read_tensors(path).tensors)
         _load_parameters(method, tensors, path)
         if position.stage:
             _load_buffers(method, tensors, path)
@@ -201,9 +205,9 @@ class Checkpointer:
         if not self.writes:
             return
         state = {name: tensor.detach().cpu() for name, tensor in method.learned_state().items()}
-        changed, appended = {}, []
+        changed, appended, axes = {}, [], method.growing_axes()
         for name, tensor in state.items():
-            new_rows = self._new_rows(name, tensor, method.grows.get(name))
+            new_rows = self._new_rows(name, tensor, axes.get(name))
             if new_rows is not None:
                 appended.append(name)
             changed[name] = tensor if new_rows is None else new_rows
@@ -242,7 +246,7 @@ class Checkpointer:
     def _remember(self, method: Method, state: Mapping[str, Tensor]) -> None:
         self._on_disk = {
             name: (tuple(state[name].shape), tensors_sha256({name: state[name]}))
-            for name in method.grows
+            for name in method.growing_axes()
             if name in state
         }
 
@@ -389,18 +393,16 @@ def _load_optimizer(
     method: Method, optimizer: Optimizer, tensors: Mapping[str, Tensor], path: Path
 ) -> None:
     names = {id(parameter): name for name, parameter in _trainable(method).items()}
-    numbers = {name: number for number, name in enumerate(names.values())}
     state = optimizer.state_dict()
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for index, parameter in enumerate(parameters):
         name = names[id(parameter)]
-        saved: dict[str, Tensor] = {}
-        for prefix in (f"optimizer.{name}.", f"optimizer.{numbers[name]}."):  # the latter: format 1
-            saved |= {
-                key.removeprefix(prefix): value
-                for key, value in tensors.items()
-                if key.startswith(prefix)
-            }
+        prefix = f"optimizer.{name}."
+        saved = {
+            key.removeprefix(prefix): value
+            for key, value in tensors.items()
+            if key.startswith(prefix)
+        }
         if saved and not _fits_optimizer(saved, parameter, optimizer):
             raise CorruptFile(path, f"its optimizer state does not fit the parameter '{name}'")
         if saved:

@@ -1,0 +1,111 @@
+"""Banks: rows that grow by task, and the names of format 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small import brief, tiny_vit
+
+from coda_prompt import methods
+from coda_prompt.errors import BadMethod
+from coda_prompt.methods.bank import Bank, upgrade_format1, upgrade_training_format1
+
+
+def test_open_rows_train_and_freeze_when_closed() -> None:
+    bank = Bank((3,), groups=2)
+    bank.open(torch.ones(2, 4, 3))
+    assert [parameter.shape for parameter in bank.parameters()] == [(2, 4, 3)]
+    assert len(bank) == 4
+    bank.close()
+    assert not list(bank.parameters())
+    bank.open(torch.zeros(2, 1, 3))
+    assert bank.rows.shape == (2, 5, 3)
+    assert torch.equal(bank.rows[:, :4], torch.ones(2, 4, 3))
+    assert bank.frozen.shape == (2, 4, 3)
+
+
+def test_reopened_rows_replace_the_old_ones_when_closed() -> None:
+    bank = Bank()
+    bank.append(torch.tensor([1.0, 2.0, 3.0]))
+    bank.reopen(torch.tensor([0, 2]))
+    assert bank.trainable is not None
+    bank.trainable.data += 10
+    assert bank.frozen.tolist() == [1, 2, 3]
+    assert bank.rows.tolist() == [11, 2, 13]
+    bank.close()
+    assert bank.frozen.tolist() == [11, 2, 13]
+    bank.reopen()
+    assert len(bank.frozen) == 0
+    assert len(bank) == 3
+    bank.close()
+    assert bank.frozen.tolist() == [11, 2, 13]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, 5, 4), torch.zeros(3, 5, 3), torch.zeros(5, 3), torch.zeros(2, 5, 3).long()],
+)
+def test_a_bank_refuses_a_tensor_that_does_not_fit(tensor: torch.Tensor) -> None:
+    assert not Bank((3,), groups=2).resize(tensor)
+    assert Bank((3,), groups=2).resize(torch.zeros(2, 7, 3))
+
+
+@pytest.mark.parametrize("name", sorted(methods.METHODS))
+def test_growing_axes_name_tensors_of_the_learned_state(name: str) -> None:
+    method = methods.make(name, tiny_vit())
+    for tensor, axis in method.growing_axes().items():
+        assert method.learned_state()[tensor].shape[axis] == 0
+
+
+def test_names_of_format_1_are_upgraded() -> None:
+    method = methods.make("coda-p", tiny_vit(), components=10)
+    method.begin_task(brief(method, new=2))
+    names = ["keys", "head.weight", "task_sizes", "other"]
+    renamed = ["keys.frozen", "head.weight.frozen", "task_sizes.frozen", "other"]
+    assert list(upgrade_format1(method, dict.fromkeys(names))) == renamed
+    assert list(upgrade_format1(method, dict.fromkeys(renamed))) == renamed
+    old = {"parameter.new_keys": torch.zeros(1), "parameter.head.open_bias": torch.ones(1)}
+    old |= {f"optimizer.{number}.exp_avg": torch.tensor(number) for number in range(5)}
+    new = upgrade_training_format1(method, old)
+    assert {"parameter.keys.trainable", "parameter.head.bias.trainable"} < new.keys()
+    order = ("components", "keys", "attention", "head.weight", "head.bias")
+    numbers = [int(new[f"optimizer.{name}.trainable.exp_avg"]) for name in order]
+    assert numbers == [0, 1, 2, 3, 4]
+    assert upgrade_training_format1(method, new) == new
+
+
+INCOMPLETE = """
+from coda_prompt.methods import Method, PromptMethod
+
+class Mine({base}):
+    {member}
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "member", "missing"),
+    [
+        ("Method", "pass", r"no method features\(self, images"),
+        ("PromptMethod", "pass", r"no method prefixes\(self, queries"),
+        ("PromptMethod", "fits = True; prefixes = lambda self, queries: {}", "no method fit"),
+    ],
+)
+def test_a_method_that_lacks_a_member_gets_one_message(
+    base: str, member: str, missing: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(INCOMPLETE.replace("{base}", base).replace("{member}", member))
+    with pytest.raises(BadMethod, match=missing):
+        methods.find(f"{path}:Mine")
+
+
+def test_a_method_from_a_file_has_the_hash_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from coda_prompt.methods.l2p import L2P as Mine\n")
+    entry = methods.find(f"{path}:Mine")
+    assert entry.type is methods.METHODS["l2p++"].type
+    assert entry.sha256 is not None
+    assert len(entry.sha256) == 64
+    assert methods.find("l2p++").sha256 is None
