@@ -60,7 +60,7 @@ LABELS = [(7 * number + 3) % 200 for number in range(200)]  # by wnid: not the s
 
 
 class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Writes what Python 2's cPickle wrote: byte strings, and numpy's names of then."""
+    """Write what Python 2's cPickle wrote: byte strings and numpy's old module names."""
 
     def save_text(self, text: str | bytes) -> None:
         content = text.encode("latin-1") if isinstance(text, str) else text
@@ -124,7 +124,7 @@ def write_image(path: Path, number: int) -> None:
 
 
 def imagenet_r_files() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """(path, label) of 3 training images and 1 test image a class, of types all over the 15."""
+    """(path, label) of 3 training images and 1 test image per class, of all 15 types."""
     train, test = [], []
     for number, (wnid, label) in enumerate(zip(WNIDS, LABELS, strict=True)):
         for place in range(4):
@@ -198,7 +198,7 @@ def pixels(split: Split) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_benchmark_runs_from_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
+def test_preset_runs_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
     chosen = "all" if name == "cifar-100-10" else "dualprompt,coda-p,ncm"
     run = coda(
         "bench", name, "--methods", chosen, "--trials", "1", "--json", "--data", str(data),
@@ -218,7 +218,7 @@ def test_a_benchmark_runs_from_end_to_end(name: str, data: Path, tmp_path: Path)
         assert bool(result["untrained"]) == (name == "imagenet-r-dual-shift")
 
 
-def test_the_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> None:
+def test_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> None:
     benchmark = load_benchmark("imagenet-r-dual-shift", [f"data={data}"])
     source = load_source(benchmark)
     assert source.domain_names == TYPES
@@ -244,7 +244,7 @@ def test_the_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_dry_run_needs_no_data(name: str, tmp_path: Path) -> None:
+def test_dry_run_requires_no_data(name: str, tmp_path: Path) -> None:
     run = coda("bench", name, "--dry-run", "--data", str(tmp_path / "nowhere"))
     runs = json.loads(run.stdout)["runs"]
     assert {each["method"] for each in runs} == set(METHODS)
@@ -265,7 +265,7 @@ def test_a_dry_run_needs_no_data(name: str, tmp_path: Path) -> None:
         ("imagenet-r-dual-shift", 5, 200, 50, "crop", 20),
     ],
 )
-def test_a_benchmark_has_the_numbers_of_the_paper(
+def test_preset_has_the_papers_settings(
     name: str, tasks: int, classes: int, epochs: int, resize: str, small: int
 ) -> None:
     benchmark = load_benchmark(name)
@@ -296,7 +296,7 @@ def test_a_benchmark_has_the_numbers_of_the_paper(
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("protocol", ["release-2022", "release-2023"])
-def test_a_release_protocol_does_what_the_released_scripts_do(name: str, protocol: str) -> None:
+def test_release_protocol_equals_the_released_scripts(name: str, protocol: str) -> None:
     benchmark = load_benchmark(name, [f"protocol={protocol}"])
     paper = load_benchmark(name)
     for method in METHODS:
@@ -310,7 +310,7 @@ def test_a_release_protocol_does_what_the_released_scripts_do(name: str, protoco
     assert small.components == (10 if name == "domainnet-5" else 20)
 
 
-def test_the_command_line_goes_before_a_protocol() -> None:
+def test_command_line_overrides_the_protocol() -> None:
     benchmark = load_benchmark(
         "domainnet-5",
         [
@@ -326,13 +326,13 @@ def test_the_command_line_goes_before_a_protocol() -> None:
     assert benchmark.method_config("coda-p-s").preset == "release-2022"  # type: ignore[attr-defined]
 
 
-def test_without_a_protocol_the_defaults_of_the_library_stand() -> None:
+def test_without_a_protocol_the_package_defaults_apply() -> None:
     benchmark = load_benchmark("pocket")
     assert benchmark.method_training("coda-p", 0).schedule == "cosine"
     assert benchmark.method_config("coda-p").preset == "release-2023"  # type: ignore[attr-defined]
 
 
-def test_a_wrong_protocol_or_release_section_is_named(tmp_path: Path) -> None:
+def test_unknown_protocol_or_release_section_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"protocol.*'paper', 'release-2022' or 'release-2023'"):
         load_benchmark("cifar-100-10", ["protocol=release"])
     (tmp_path / "a.yaml").write_text("like: cifar-100-10\nrelease: 3\n")
@@ -343,7 +343,7 @@ def test_a_wrong_protocol_or_release_section_is_named(tmp_path: Path) -> None:
         load_benchmark(str(tmp_path / "a.yaml"), ["protocol=release-2023"])
 
 
-def test_a_run_is_the_same_wherever_the_data_are(
+def test_run_is_independent_of_the_data_folder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (
@@ -362,7 +362,7 @@ def test_a_run_is_the_same_wherever_the_data_are(
     assert not {"data", "lists", "classes", "protocol"} & run.config.keys()
 
 
-def test_a_wrong_number_of_classes_is_refused(data: Path) -> None:
+def test_wrong_number_of_classes_is_rejected(data: Path) -> None:
     benchmark = load_benchmark("cifar-100-10", [f"data={data}", "classes=99"])
     with pytest.raises(MissingData, match=r"has 100 classes, but cifar-100-10 is made for 99\..*"):
         load_source(benchmark)
@@ -371,7 +371,7 @@ def test_a_wrong_number_of_classes_is_refused(data: Path) -> None:
         load_source(part)
 
 
-def test_an_unknown_source_suggests_the_nearest() -> None:
+def test_unknown_source_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'cifar-100'"):
         load_source(load_benchmark("cifar-100-10", ["source=cifar100"]))
 
@@ -389,7 +389,7 @@ def check_cifar(source: Source) -> None:
         assert np.array_equal(pixels(split)[:, :, :, 2].reshape(-1, 1024), part["data"][:, 2048:])
 
 
-def test_cifar_is_read_extracted_or_packed_and_from_its_own_folder(tmp_path: Path) -> None:
+def test_cifar_is_read_from_the_archive_the_folder_and_inside_the_folder(tmp_path: Path) -> None:
     folder = write_cifar(tmp_path / "a")
     assert b"numpy.core.multiarray" in (folder / "train").read_bytes()
     check_cifar(paper_source("cifar-100", tmp_path / "a", None))
@@ -401,7 +401,7 @@ def test_cifar_is_read_extracted_or_packed_and_from_its_own_folder(tmp_path: Pat
     assert [path.name for path in (tmp_path / "b").iterdir()] == [archive.name]
 
 
-def test_cifar_written_again_by_python_3_is_the_same(tmp_path: Path) -> None:
+def test_cifar_pickled_by_python_3_is_the_same(tmp_path: Path) -> None:
     write_cifar(tmp_path, lambda values: pickle.dumps(values, protocol=2))
     check_cifar(paper_source("cifar-100", tmp_path))
 
@@ -423,7 +423,7 @@ class Command:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: Path) -> None:
+def test_malicious_pickle_executes_nothing(protocol: int, tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     commands = [
         Command(os.system, f"touch {trap}"),
@@ -434,7 +434,7 @@ def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: P
     for command in commands:
         for values in (command, {"data": command}, {"fine_label_names": [command]}):
             content = pickle.dumps(values, protocol)
-            with pytest.raises(CorruptFile, match="not as it was published"):
+            with pytest.raises(CorruptFile, match="differs from the published file"):
                 read_cifar_pickle(content, "train")
     write_cifar(tmp_path, lambda values: pickle.dumps({**values, "x": commands[0]}, protocol))
     with pytest.raises(CorruptFile, match="Download the file again"):
@@ -443,7 +443,7 @@ def test_a_file_that_would_run_something_runs_nothing(protocol: int, tmp_path: P
 
 
 def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u1") -> bytes:
-    """A dict with one array, in cifar_pickle."""
+    """A pickle of a dict with one array."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
         b"K\x00\x85U\x01b\x87R(K\x01" + shape + b"cnumpy\ndtype\n" + dtype + b"K\x00K\x01\x87R"
@@ -457,38 +457,38 @@ def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u
         (b"", "exhausted"),
         (b"not opcodes", "opcode"),
         (b"\x80\x02}", "exhausted"),
-        (b"\x80\x02K\x01.", "holds no dict"),
+        (b"\x80\x02K\x01.", "it is not a dict"),
         (b"\x80\x02.", "pop from empty"),
         (b"\x80\x02(.", "mark"),
         (b"\x80\x02e.", "pop from empty"),
         (b"\x80\x02K\x01(K\x01e.", "no list"),
-        (b"\x80\x02}K\x01K\x01s.", "key that is no text"),
+        (b"\x80\x02}K\x01K\x01s.", "key is not a string"),
         (b"\x80\x02}(U\x01au.", "zip"),
         (b"\x80\x02h\x05.", "5"),
         (b"\x80\x02T\xff\xff\xff\x7fabc.", "expected 2147483647 bytes"),
         (b"\x80\x02cnumpy\nload\n.", "numpy load"),
-        (b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R.", "other than an array of uint8"),
-        (b"\x80\x02c_codecs\nencode\nU\x01aU\x03hex\x86R.", "other than an array"),
+        (b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R.", "other than a uint8 array"),
+        (b"\x80\x02c_codecs\nencode\nU\x01aU\x03hex\x86R.", "other than a uint8 array"),
         (b"\x80\x02cnumpy\ndtype\n)\x81.", "NEWOBJ is not allowed"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "SHORT_BINUNICODE is not allowed"),
         (array_with(b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86"), "2147483647"),
         (array_with(b"K\x02\x85"), "shape .2,. with 1 values"),
         (array_with(b"J\xff\xff\xff\xff\x85"), "shape .-1,."),
-        (array_with(b"K\x01\x85", dtype=b"U\x02O8"), "other than an array of uint8"),
-        (array_with(b"K\x01\x85", content=b"]"), "not one of uint8"),
+        (array_with(b"K\x01\x85", dtype=b"U\x02O8"), "other than a uint8 array"),
+        (array_with(b"K\x01\x85", content=b"]"), "not a row-major uint8 array"),
     ],
 )
-def test_a_damaged_file_is_refused(content: bytes, problem: str) -> None:
+def test_damaged_cifar_pickle_is_rejected(content: bytes, problem: str) -> None:
     with pytest.raises(CorruptFile, match=f"train: .*{problem}.*Download the file again"):
         read_cifar_pickle(content, "train")
 
 
-def test_an_array_in_opcodes_is_read() -> None:
+def test_array_in_opcodes_is_read() -> None:
     assert read_cifar_pickle(array_with(b"K\x01\x85"), "train")["data"].tolist() == [97]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
-def test_a_truncated_file_is_refused(share: float) -> None:
+def test_truncated_cifar_pickle_is_rejected(share: float) -> None:
     content = python2_pickle(cifar_part(1, 0))
     with pytest.raises(CorruptFile, match="train"):
         read_cifar_pickle(content[: int(share * len(content))], "train")
@@ -498,7 +498,7 @@ def test_a_truncated_file_is_refused(share: float) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3), st.binary(max_size=4)), max_size=6)
 )
-def test_whatever_the_damage_there_is_a_dict_or_a_clear_error(
+def test_random_damage_gives_a_dict_or_a_readable_error(
     damages: list[tuple[int, int, bytes]],
 ) -> None:
     content = python2_pickle({"fine_labels": [1, 2], "data": np.zeros((2, 3), np.uint8)})
@@ -511,12 +511,12 @@ def test_whatever_the_damage_there_is_a_dict_or_a_clear_error(
     assert isinstance(values, dict)
 
 
-def test_a_small_file_cannot_become_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pickle_cannot_expand(monkeypatch: pytest.MonkeyPatch) -> None:
     text = b"T" + struct.pack("<i", 50_000) + b"x" * 50_000 + b"q\x00"
     again = b"c_codecs\nencode\nh\x00U\x06latin1\x86R"
-    with pytest.raises(CorruptFile, match="more values than bytes"):
+    with pytest.raises(CorruptFile, match="more bytes than it has"):
         read_cifar_pickle(b"\x80\x02(" + text + 3 * again + b"t.", "train")
-    monkeypatch.setattr(cifar_pickle, "MOST_OPCODES", 1000)
+    monkeypatch.setattr(cifar_pickle, "MAX_OPCODES", 1000)
     with pytest.raises(CorruptFile, match="more than 1,000 values"):
         read_cifar_pickle(b"\x80\x02(" + 1000 * b"]" + b"t.", "train")
 
@@ -525,15 +525,15 @@ def test_a_small_file_cannot_become_large(monkeypatch: pytest.MonkeyPatch) -> No
     ("part", "field", "value", "problem"),
     [
         ("train", "fine_labels", [0, 1], "no list 'fine_labels' for its 100 images"),
-        ("train", "fine_labels", [100] * 100, "label 100 is none of 0 to 99"),
-        ("test", "fine_labels", [-1] * 100, "label -1 is none of 0 to 99"),
-        ("test", "fine_labels", ["0"] * 100, "label '0' is none"),
+        ("train", "fine_labels", [100] * 100, "label 100 is not in 0 to 99"),
+        ("test", "fine_labels", [-1] * 100, "label -1 is not in 0 to 99"),
+        ("test", "fine_labels", ["0"] * 100, "label '0' is not in 0 to 99"),
         ("test", "data", None, "no array 'data' with 3072 values"),
         ("test", "data", np.zeros((100, 3071), np.uint8), "no array 'data' with 3072 values"),
         ("meta", "fine_label_names", [1, 2], "no list 'fine_label_names'"),
     ],
 )
-def test_cifar_files_that_do_not_fit_together_are_refused(
+def test_inconsistent_cifar_files_are_rejected(
     part: str, field: str, value: Any, problem: str, tmp_path: Path
 ) -> None:
     values = cifar_meta() if part == "meta" else cifar_part(1, 0)
@@ -542,13 +542,17 @@ def test_cifar_files_that_do_not_fit_together_are_refused(
         paper_source("cifar-100", tmp_path)
 
 
-def test_a_half_extracted_cifar_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partially_extracted_cifar_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_cifar(tmp_path)
     archive = pack(folder)
     (folder / "test").unlink()
-    with pytest.raises(MissingData, match=r"test: .*in part only\. Extract .*tar\.gz again"):
+    with pytest.raises(
+        MissingData, match=r"test: .*not extracted completely\. Extract .*tar\.gz again"
+    ):
         paper_source("cifar-100", tmp_path)
-    monkeypatch.setattr("coda_prompt.data.paper.cifar.MOST_BYTES", 1000)
+    monkeypatch.setattr("coda_prompt.data.paper.cifar.MAX_BYTES", 1000)
     with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
         paper_source("cifar-100", tmp_path)
     for path in folder.iterdir():
@@ -564,7 +568,7 @@ def test_a_half_extracted_cifar_is_refused(tmp_path: Path, monkeypatch: pytest.M
             paper_source("cifar-100", tmp_path)
 
 
-def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_archive_of_other_files_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     pack(tmp_path / "other").rename(tmp_path / "cifar-100-python.tar.gz")
     with pytest.raises(CorruptFile, match="cifar-100-python/meta"):
@@ -580,7 +584,7 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path) -> None:
 # --- ImageNet-R ---
 
 
-def test_the_list_pair_is_taken_exactly(data: Path) -> None:
+def test_imagenet_r_split_equals_its_lists(data: Path) -> None:
     source = paper_source("imagenet-r", data)
     for split, images in zip((source.train, source.test), imagenet_r_files(), strict=True):
         assert paths(split) == [file for file, _ in images]
@@ -596,7 +600,7 @@ def test_the_list_pair_is_taken_exactly(data: Path) -> None:
     assert stream.class_names[:2] == (WNIDS[LABELS.index(0)], WNIDS[LABELS.index(1)])
 
 
-def test_the_lists_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
+def test_imagenet_r_lists_may_be_in_another_folder(data: Path, tmp_path: Path) -> None:
     write_imagenet_r(tmp_path / "data", lists=False)
     plain = load_source(load_benchmark("imagenet-r-10", [f"data={tmp_path / 'data'}"]))
     assert any("split and class order are not the paper's" in note for note in plain.notes)
@@ -605,7 +609,7 @@ def test_the_lists_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
     assert source.fingerprint() == paper_source("imagenet-r", data).fingerprint()
     assert source.fingerprint() != plain.fingerprint()
     assert paper_source("imagenet-r", data / "imagenet-r").class_names == source.class_names
-    with pytest.raises(MissingData, match="Get both lists"):
+    with pytest.raises(MissingData, match="Download both lists"):
         paper_source("imagenet-r", tmp_path / "data", tmp_path)
     with pytest.raises(MissingData, match="Point at the lists of imagenet-r"):
         paper_source("imagenet-r", tmp_path / "data", tmp_path / "none")
@@ -613,7 +617,7 @@ def test_the_lists_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
         paper_source("cifar-100", data, tmp_path)
 
 
-def test_without_lists_the_split_is_seeded_and_the_notes_say_so(tmp_path: Path) -> None:
+def test_imagenet_r_without_lists_is_split_by_seed_with_a_note(tmp_path: Path) -> None:
     for wnid in WNIDS[:3]:
         for number in range(10):
             write_image(tmp_path / "imagenet-r" / wnid / f"{TYPES[number]}_{number}.jpg", number)
@@ -626,7 +630,7 @@ def test_without_lists_the_split_is_seeded_and_the_notes_say_so(tmp_path: Path) 
     assert "split and class order are not the paper's" in source.notes[-1]
 
 
-def test_train_and_test_folders_are_the_split(tmp_path: Path) -> None:
+def test_imagenet_r_train_and_test_folders_are_used_as_splits(tmp_path: Path) -> None:
     for part, kinds in (("train", ("art", "toy")), ("test", ("video_game",))):
         for wnid in WNIDS[:2]:
             for kind in kinds:
@@ -637,9 +641,9 @@ def test_train_and_test_folders_are_the_split(tmp_path: Path) -> None:
     assert source.notes[-1].startswith("class order is not the paper's")
 
 
-def test_an_image_without_a_type_is_named(tmp_path: Path) -> None:
+def test_image_without_a_type_is_named(tmp_path: Path) -> None:
     write_image(tmp_path / "imagenet-r" / WNIDS[0] / "art12.jpg", 1)
-    with pytest.raises(MissingData, match=r"art12\.jpg: .*called like art_12\.jpg"):
+    with pytest.raises(MissingData, match=r"art12\.jpg: .*names like art_12\.jpg"):
         paper_source("imagenet-r", tmp_path)
 
 
@@ -648,16 +652,16 @@ def test_an_image_without_a_type_is_named(tmp_path: Path) -> None:
     [
         ([("a/art_1.jpg", 0), ("b/art_1.jpg", 2)], "label 2 of 'b/art_1.jpg' is out of range"),
         ([("a/art_1.jpg", -1), ("b/art_1.jpg", 0)], "label -1 of 'a/art_1.jpg' is out of range"),
-        ([("a/art_1.jpg", 0), ("b/art_1.jpg", 0)], "elsewhere 'b' is 0 and 0 is 'a'"),
-        ([("a/art_1.jpg", 0), ("a/art_2.jpg", 1)], "elsewhere 'a' is 0 and 1 is 'a'"),
+        ([("a/art_1.jpg", 0), ("b/art_1.jpg", 0)], "elsewhere 'b' has label 0 and label 0 is 'a'"),
+        ([("a/art_1.jpg", 0), ("a/art_2.jpg", 1)], "elsewhere 'a' has label 0 and label 1 is 'a'"),
         ([("a/art_1.jpg", "0")], "not a path and a number"),
         ([("a/art_1.jpg", True)], "not a path and a number"),
         ([("../art_1.jpg", 0)], "is not a path like folder/file.jpg"),
-        ([("a/art_1.jpg", 0), ("a/art_1.jpg", 0)], "in imagenet-r_train.yaml already"),
-        ([("a/toy_1.jpg", 0), ("b/art_1.jpg", 1)], "in imagenet-r_train.yaml already"),
+        ([("a/art_1.jpg", 0), ("a/art_1.jpg", 0)], "already in imagenet-r_train.yaml"),
+        ([("a/toy_1.jpg", 0), ("b/art_1.jpg", 1)], "already in imagenet-r_train.yaml"),
     ],
 )
-def test_a_wrong_list_is_refused(images: list[Any], problem: str, tmp_path: Path) -> None:
+def test_inconsistent_list_is_rejected(images: list[Any], problem: str, tmp_path: Path) -> None:
     for file in ("a/art_1.jpg", "a/art_2.jpg", "a/toy_1.jpg", "b/art_1.jpg"):
         write_image(tmp_path / "imagenet-r" / file, 1)
     write_list(tmp_path / "imagenet-r_train.yaml", images)
@@ -669,11 +673,11 @@ def test_a_wrong_list_is_refused(images: list[Any], problem: str, tmp_path: Path
 @pytest.mark.parametrize(
     "text", ["data: [a", "3", "data: [a/art_1.jpg]\ntargets: []", "\0", "a: 2020-99-99", "[" * 5000]
 )
-def test_a_list_that_is_no_list_is_refused(text: str, tmp_path: Path) -> None:
+def test_malformed_list_is_rejected(text: str, tmp_path: Path) -> None:
     write_image(tmp_path / "imagenet-r" / "a" / "art_1.jpg", 1)
     (tmp_path / "imagenet-r_train.yaml").write_text(text)
     with pytest.raises(
-        MissingData, match=r"imagenet-r_test\.yaml: it is not there, but .*Get both"
+        MissingData, match=r"imagenet-r_test\.yaml: there is no such file, but .*Download both"
     ):
         paper_source("imagenet-r", tmp_path)
     write_list(tmp_path / "imagenet-r_test.yaml", [("a/art_1.jpg", 0)])
@@ -681,7 +685,7 @@ def test_a_list_that_is_no_list_is_refused(text: str, tmp_path: Path) -> None:
         paper_source("imagenet-r", tmp_path)
 
 
-def test_a_list_with_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_list_with_a_missing_file_is_rejected(tmp_path: Path) -> None:
     write_image(tmp_path / "imagenet-r" / "a" / "art_1.jpg", 1)
     absent = [("a/art_2.jpg", 0), ("b/art_1.jpg", 1)]
     write_list(tmp_path / "imagenet-r_train.yaml", [("a/art_1.jpg", 0), *absent])
@@ -695,7 +699,7 @@ def test_a_list_with_a_missing_file_is_refused(tmp_path: Path) -> None:
 # --- DomainNet ---
 
 
-def test_domainnet_is_read_by_its_published_lists(data: Path) -> None:
+def test_domainnet_split_equals_its_lists(data: Path) -> None:
     source = paper_source("domainnet", data)
     assert source.domain_names == DOMAINS
     assert source.class_names == tuple(f"thing {label:03d}" for label in range(345))
@@ -708,7 +712,7 @@ def test_domainnet_is_read_by_its_published_lists(data: Path) -> None:
     assert np.all(np.diff(source.train.domains) >= 0), "domain after domain, as listed"
 
 
-def test_the_lists_of_domainnet_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_domainnet_lists_may_be_in_another_folder(tmp_path: Path) -> None:
     write_domainnet(tmp_path, classes=12)
     whole = paper_source("domainnet", tmp_path)
     (tmp_path / "lists").mkdir()
@@ -718,7 +722,7 @@ def test_the_lists_of_domainnet_may_lie_elsewhere(tmp_path: Path) -> None:
     assert again.fingerprint() == whole.fingerprint()
 
 
-def test_domainnet_may_lose_domains_in_each_task(data: Path) -> None:
+def test_domainnet_domains_can_be_removed_per_task(data: Path) -> None:
     benchmark = load_benchmark("domainnet-5", ["stream.remove_domains=3"])
     stream = stream_of(benchmark, paper_source("domainnet", data), seed=1)
     for task in stream.tasks:
@@ -741,7 +745,9 @@ def test_domainnet_may_lose_domains_in_each_task(data: Path) -> None:
         ("real/b.jpg 0", CorruptFile, "is not a path like folder/folder/file.jpg"),
     ],
 )
-def test_a_wrong_line_is_refused(line: str, error: Any, problem: str, tmp_path: Path) -> None:
+def test_malformed_domainnet_line_is_rejected(
+    line: str, error: Any, problem: str, tmp_path: Path
+) -> None:
     write_domainnet(tmp_path, classes=12)
     with (tmp_path / "domainnet" / "real_test.txt").open("a") as file:
         file.write(f"{line}\n\n")
@@ -749,21 +755,25 @@ def test_a_wrong_line_is_refused(line: str, error: Any, problem: str, tmp_path: 
         paper_source("domainnet", tmp_path)
 
 
-def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
+def test_partially_extracted_domainnet_is_rejected(tmp_path: Path) -> None:
     write_domainnet(tmp_path, classes=12)
     folder = tmp_path / "domainnet"
     assert len(paper_source("domainnet", tmp_path).class_names) == 12
     with pytest.raises(MissingData, match="domainnet-5 is made for 345"):
         load_source(load_benchmark("domainnet-5", [f"data={tmp_path}"]))
     (folder / "sketch_test.txt").rename(folder / "kept.txt")
-    with pytest.raises(MissingData, match=r"sketch_test\.txt: the list is not there\. Get the"):
+    with pytest.raises(
+        MissingData, match=r"sketch_test\.txt: there is no such list\. Download the"
+    ):
         paper_source("domainnet", tmp_path)
     (folder / "sketch_test.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(CorruptFile, match="is not text"):
+    with pytest.raises(CorruptFile, match="is not a text file"):
         paper_source("domainnet", tmp_path)
     (folder / "kept.txt").rename(folder / "sketch_test.txt")
     (folder / "sketch").rename(folder / "sketch.part")
-    with pytest.raises(MissingData, match=r"no folder sketch\. Extract all six archives"):
+    with pytest.raises(
+        MissingData, match=r"domains are missing: sketch\. Extract all six archives"
+    ):
         paper_source("domainnet", tmp_path)
 
 
@@ -771,7 +781,7 @@ def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("cifar-100", ("cifar-100-python.tar.gz", "161 MB", "https://www.cs.toronto.edu")),
         (
@@ -781,20 +791,20 @@ def test_a_half_extracted_domainnet_is_refused(tmp_path: Path) -> None:
         ("domainnet", ("six archives", "17.5 GB", "https://ai.bu.edu/M3SDA")),
     ],
 )
-def test_a_missing_dataset_says_what_to_get_and_where_to_put_it(
-    name: str, told: tuple[str, ...], tmp_path: Path
+def test_missing_dataset_error_says_what_to_download_and_where_to_put_it(
+    name: str, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert set(PAPER_DATASETS) == {"cifar-100", "imagenet-r", "domainnet"}
     for root in (None, tmp_path, tmp_path / "none"):
         with pytest.raises(MissingData) as error:
             paper_source(name, root)
         message = str(error.value)
-        assert all(part in message for part in told)
-        assert "point --data (or CODA_DATA) at that folder" in message
+        assert all(part in message for part in expected)
+        assert "set --data (or CODA_DATA) to that folder" in message
         assert (name if root is None else str(root)) in message
 
 
-def test_missing_data_are_told_before_a_backbone_is_fetched(
+def test_missing_data_is_reported_before_a_backbone_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coda_prompt.bench.inputs.load_backbone", None)

@@ -1,4 +1,4 @@
-"""The datasets of the paper by name: where in a data folder they lie, and where to get them."""
+"""The paper's datasets by name: where to get them and where they are in the data folder."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from coda_prompt.errors import BadOption, MissingData
 
 @dataclass(frozen=True)
 class PaperDataset:
-    """A dataset that the user has to get."""
+    """A dataset that the user has to download."""
 
-    places: tuple[str, ...]
-    """Its file or folder in the data folder; the first that is there is read."""
-    remedy: str
-    """What to get, from where, how large it is, and where to put it."""
+    locations: tuple[str, ...]
+    """Its file or folder below the data folder; the first that exists is read."""
+    instructions: str
+    """What to download, from where, its size, and where to put it."""
     read: Callable[[Path, Path | None], Source]
 
 
-def _cifar(place: Path, lists: Path | None) -> Source:
+def _read_cifar(path: Path, lists: Path | None) -> Source:
     if lists is not None:
-        raise BadOption("cifar-100", "lists", "its split is part of the data; leave lists out")
-    return cifar.cifar_source(place)
+        raise BadOption("cifar-100", "lists", "its split is part of the data; remove this option")
+    return cifar.cifar_source(path)
 
 
 PAPER_DATASETS: Mapping[str, PaperDataset] = MappingProxyType(
     {
         "cifar-100": PaperDataset(
-            cifar.PLACES,
-            "Get the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html and put it, packed or extracted, in a "
+            cifar.LOCATIONS,
+            "Download the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html and put it, as it is or extracted, in a "
             "folder",
-            _cifar,
+            _read_cifar,
         ),
         "imagenet-r": PaperDataset(
-            imagenet_r.PLACES,
-            "Get imagenet-r.tar (about 2 GB) from https://github.com/hendrycks/imagenet-r, "
-            "extract it to imagenet-r/ in a folder, and put beside it the lists "
+            imagenet_r.LOCATIONS,
+            "Download imagenet-r.tar (about 2 GB) from https://github.com/hendrycks/imagenet-r, "
+            "extract it to imagenet-r/ in a folder, and add to that folder the lists "
             f"{' and '.join(imagenet_r.LISTS)} of the released code "
-            "(https://github.com/GT-RIPL/CODA-Prompt), which make the paper's split",
+            "(https://github.com/GT-RIPL/CODA-Prompt), which define the paper's split",
             imagenet_r.imagenet_r_source,
         ),
         "domainnet": PaperDataset(
-            domainnet.PLACES,
-            "Get the cleaned version of DomainNet (six archives of 17.5 GB in all, and twelve "
+            domainnet.LOCATIONS,
+            "Download the cleaned version of DomainNet (six archives, 17.5 GB in total, and twelve "
             "lists) from the page of 'Moment Matching for Multi-Source Domain Adaptation' "
             "(https://ai.bu.edu/M3SDA) and extract it to domainnet/ in a folder",
             domainnet.domainnet_source,
@@ -59,9 +59,18 @@ PAPER_DATASETS: Mapping[str, PaperDataset] = MappingProxyType(
 
 
 def paper_source(name: str, root: Path | None, lists: Path | None = None) -> Source:
-    """A dataset of the paper from the data folder `root`, or from its own folder."""
-    published = PAPER_DATASETS[name]
-    remedy = f"{published.remedy}, and point --data (or CODA_DATA) at that folder."
+    """Open a dataset of the paper.
+
+    Args:
+        name: a key of `PAPER_DATASETS`.
+        root: the data folder, or the dataset's own folder in it.
+        lists: folder of the lists that define the split, if they are not with the data.
+
+    Raises:
+        MissingData: the dataset is not there; the message says how to get it.
+    """
+    dataset = PAPER_DATASETS[name]
+    remedy = f"{dataset.instructions}, and set --data (or CODA_DATA) to that folder."
     if root is None:
         raise MissingData(name, "no data folder is given", remedy)
     root = Path(os.path.expanduser(root))
@@ -69,10 +78,10 @@ def paper_source(name: str, root: Path | None, lists: Path | None = None) -> Sou
         raise MissingData(root, "there is no such folder", remedy)
     if lists is not None and not lists.is_dir():
         raise MissingData(lists, "there is no such folder", f"Point at the lists of {name}.")
-    for place in (root / below for below in published.places):
-        if place.exists():
-            return published.read(place, lists)
-    if root.resolve().name in published.places:
-        return published.read(root.resolve(), lists)
-    looked_for = " or ".join(published.places)
-    raise MissingData(root, f"{name} is not in it (no {looked_for})", remedy)
+    for path in (root / location for location in dataset.locations):
+        if path.exists():
+            return dataset.read(path, lists)
+    if root.resolve().name in dataset.locations:
+        return dataset.read(root.resolve(), lists)
+    expected = " or ".join(dataset.locations)
+    raise MissingData(root, f"{name} is not in it (no {expected})", remedy)

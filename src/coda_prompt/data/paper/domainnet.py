@@ -1,4 +1,4 @@
-"""DomainNet: six domains of the same 345 classes, with the published lists of each."""
+"""DomainNet: six domains of 345 classes, split by the published lists of each domain."""
 
 from __future__ import annotations
 
@@ -9,47 +9,49 @@ from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_list
 from coda_prompt.data.sources import Source
 from coda_prompt.errors import CorruptFile, MissingData
 
-PLACES = ("domainnet",)
+LOCATIONS = ("domainnet",)
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 _NUMBER = re.compile("-?[0-9]{1,9}")
 
 
-def domainnet_source(place: Path, lists: Path | None = None) -> Source:
-    """The source in `place`; `<domain>_train.txt` and `<domain>_test.txt` are there or in `lists`.
+def domainnet_source(path: Path, lists: Path | None = None) -> Source:
+    """Open DomainNet; class ids are the published ones.
 
-    Class ids are the published ones.
+    Args:
+        path: folder of the six domain folders.
+        lists: folder of `<domain>_train.txt` and `<domain>_test.txt`; by default `path`.
     """
-    absent = [domain for domain in DOMAINS if not (place / domain).is_dir()]
-    if absent:
+    missing = [domain for domain in DOMAINS if not (path / domain).is_dir()]
+    if missing:
         raise MissingData(
-            place,
-            f"of the six domains it has no folder {', '.join(absent)}",
+            path,
+            f"the folders of these domains are missing: {', '.join(missing)}",
             "Extract all six archives in it.",
         )
     train, test = (
-        [image for domain in DOMAINS for image in _listed(domain, part, lists or place)]
-        for part in ("train", "test")
+        [entry for domain in DOMAINS for entry in _read_list(domain, split, lists or path)]
+        for split in ("train", "test")
     )
-    return source_from_lists("domainnet", place, train, test, lambda path: path.split("/")[0])
+    return source_from_lists("domainnet", path, train, test, lambda file: file.split("/")[0])
 
 
-def _listed(domain: str, part: str, folder: Path) -> list[ListEntry]:
-    path = folder / f"{domain}_{part}.txt"
+def _read_list(domain: str, split: str, folder: Path) -> list[ListEntry]:
+    path = folder / f"{domain}_{split}.txt"
     if not path.is_file():
         raise MissingData(
             path,
-            "the list is not there",
-            "Get the twelve lists, a train and a test list for each domain, from the dataset's "
-            "page, and put them beside the six folders.",
+            "there is no such list",
+            "Download the twelve lists, a train and a test list for each domain, from the "
+            "dataset's page and put them next to the six folders.",
         )
     try:
         lines = path.read_text("utf-8").splitlines()
-    except UnicodeDecodeError as problem:
-        raise CorruptFile(path, "it is not text") from problem
-    listed = []
+    except UnicodeDecodeError as error:
+        raise CorruptFile(path, "it is not a text file") from error
+    entries = []
     for line in filter(str.strip, lines):
         file, _, label = line.strip().rpartition(" ")
         if not (file.startswith(f"{domain}/") and _NUMBER.fullmatch(label)):
             raise CorruptFile(path, f"'{line[:200]}' is not a line like {domain}/class/file.jpg 0")
-        listed.append(ListEntry(check_path(file, path, depth=2), int(label), path))
-    return listed
+        entries.append(ListEntry(check_path(file, path, depth=2), int(label), path))
+    return entries

@@ -1,7 +1,7 @@
-"""ImageNet-R: 200 folders of renditions, split by the field's pair of lists where they are there.
+"""ImageNet-R: 200 classes of renditions, split by the lists of the released code if present.
 
-The lists come with the released code. Their class ids are not the sorted folder names, so that
-the task order of every seed depends on them.
+The class ids of the lists are not the order of the folder names, so the class order of every seed
+depends on the lists.
 """
 
 from __future__ import annotations
@@ -15,89 +15,90 @@ import yaml
 
 from coda_prompt.data.folders import folder_source
 from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_lists
-from coda_prompt.data.sources import FileSplit, Source, Split
+from coda_prompt.data.sources import FileSplit, Source
 from coda_prompt.errors import CorruptFile, MissingData
 
-PLACES = ("imagenet-r",)
+LOCATIONS = ("imagenet-r",)
 LISTS = ("imagenet-r_train.yaml", "imagenet-r_test.yaml")
 
 
-def imagenet_r_source(place: Path, lists: Path | None = None) -> Source:
-    """The source in `place`, split by the list pair in the folder `lists`.
+def imagenet_r_source(path: Path, lists: Path | None = None) -> Source:
+    """Open ImageNet-R.
 
-    Without `lists` the pair is looked for beside the folder and in it; where there is none,
-    `train/` and `test/` are taken as they are, or a fifth of each class is set apart.
+    Args:
+        path: folder of class folders, or of `train/` and `test/`.
+        lists: folder of the pair of lists; by default they are searched for next to `path` and in
+            it. Without them, `train/` and `test/` are used, or a random 80/20 split.
     """
-    pair = _list_pair([lists] if lists else [place.parent, place])
+    pair = _find_lists([lists] if lists else [path.parent, path])
     if pair is not None:
-        train, test = (_listed(path) for path in pair)
-        return source_from_lists("imagenet-r", place, train, test, image_type)
+        train, test = (_read_list(file) for file in pair)
+        return source_from_lists("imagenet-r", path, train, test, image_type)
     if lists is not None:
-        raise MissingData(lists, f"there is no {LISTS[0]} and {LISTS[1]} in it", "Get both lists.")
-    what = "class order is not" if (place / "train").is_dir() else "split and class order are not"
-    note = f"{what} the paper's, as its lists {' and '.join(LISTS)} are not there"
-    return _with_types(folder_source(place), note)
+        problem = f"there is no {LISTS[0]} and {LISTS[1]} in it"
+        raise MissingData(lists, problem, "Download both lists.")
+    what = "class order is not" if (path / "train").is_dir() else "split and class order are not"
+    note = f"{what} the paper's: its lists {' and '.join(LISTS)} are missing"
+    return _add_domains(folder_source(path), note)
 
 
 def image_type(path: str) -> str:
-    """The domain of an image: art of .../art_12.jpg."""
+    """Return the domain of an image: art for .../art_12.jpg."""
     name, underscore, _ = os.path.basename(path).rpartition("_")
     if not (name and underscore):
         raise MissingData(
             path,
-            "its name does not say which type of image it is",
-            "Images of ImageNet-R are called like art_12.jpg; remove or rename this one.",
+            "its name does not start with a type of image",
+            "Images of ImageNet-R have names like art_12.jpg; remove or rename this one.",
         )
     return name
 
 
-def _list_pair(folders: list[Path]) -> tuple[Path, Path] | None:
+def _find_lists(folders: list[Path]) -> tuple[Path, Path] | None:
     for folder in folders:
         train, test = (folder / name for name in LISTS)
         if train.is_file() and test.is_file():
             return train, test
         if train.is_file() or test.is_file():
-            there, lacking = (train, test) if train.is_file() else (test, train)
-            raise MissingData(lacking, f"it is not there, but {there.name} is", "Get both lists.")
+            present, missing = (train, test) if train.is_file() else (test, train)
+            problem = f"there is no such file, but there is {present.name}"
+            raise MissingData(missing, problem, "Download both lists.")
     return None
 
 
-def _listed(path: Path) -> list[ListEntry]:
+def _read_list(path: Path) -> list[ListEntry]:
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the lists have 30,000 lines
     try:
         fields = yaml.load(path.read_text("utf-8"), loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise CorruptFile(path, f"it is not YAML ({problem})") from problem
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CorruptFile(path, f"it is not YAML ({error})") from error
     files, labels = (
         fields.get(key) if isinstance(fields, dict) else None for key in ("data", "targets")
     )
     if not (isinstance(files, list) and isinstance(labels, list) and len(files) == len(labels)):
         raise CorruptFile(path, "it has no lists 'data' and 'targets' of the same length")
-    listed = []
+    entries = []
     for file, label in zip(files, labels, strict=True):
         if not isinstance(file, str) or type(label) is not int:
             raise CorruptFile(path, f"{file!r} with label {label!r} is not a path and a number")
         below = "/".join(file.split("/")[-2:])  # data/imagenet-r/<class>/<file>
-        listed.append(ListEntry(check_path(below, path, depth=1), label, path))
-    return listed
+        entries.append(ListEntry(check_path(below, path, depth=1), label, path))
+    return entries
 
 
-def _with_types(source: Source, note: str) -> Source:
-    """The same images with their types as domains."""
-    parts = [_files(source.train), _files(source.test)]
-    names = tuple(sorted({image_type(path) for part in parts for path in part.paths}))
-    number = {name: index for index, name in enumerate(names)}
+def _add_domains(source: Source, note: str) -> Source:
+    """Return the source with the image types as domains."""
+    assert isinstance(source.train, FileSplit)
+    assert isinstance(source.test, FileSplit)
+    splits = (source.train, source.test)
+    names = tuple(sorted({image_type(path) for split in splits for path in split.paths}))
+    ids = {name: index for index, name in enumerate(names)}
     train, test = (
         FileSplit(
-            part.paths,
-            part.labels,
-            np.array([number[image_type(path)] for path in part.paths], int),
+            split.paths,
+            split.labels,
+            np.array([ids[image_type(path)] for path in split.paths], int),
         )
-        for part in parts
+        for split in splits
     )
     return Source("imagenet-r", source.class_names, train, test, names, (*source.notes, note))
-
-
-def _files(split: Split) -> FileSplit:
-    assert isinstance(split, FileSplit)
-    return split

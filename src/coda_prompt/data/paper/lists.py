@@ -1,4 +1,4 @@
-"""Datasets whose split is a pair of lists: image files with the ids of their classes."""
+"""Sources whose splits are lists of image files and class ids."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ListEntry(NamedTuple):
     """One line of a list."""
 
     path: str
-    """Below the dataset's folder, with slashes: .../class/file."""
+    """Relative to the dataset's folder, with slashes: .../class/file."""
     label: int
     list: Path
-    """The list it is from."""
+    """The list that contains it."""
 
 
 def source_from_lists(
@@ -30,90 +30,99 @@ def source_from_lists(
     test: Sequence[ListEntry],
     domain_of: Callable[[str], str],
 ) -> Source:
-    """The listed images in the lists' order and under the lists' class ids.
+    """Make a source with the order and class ids of its lists.
 
-    A class is called after the folder of its images, a domain as `domain_of` says for a path.
+    Args:
+        name: name of the source.
+        folder: the dataset's folder.
+        train: entries of the training lists.
+        test: entries of the test lists.
+        domain_of: returns the domain of an image from its path.
+
+    Raises:
+        CorruptFile: the class ids have gaps or contradict the folders, or an image is listed twice.
+        MissingData: a listed file does not exist.
     """
-    everything = [*train, *test]
-    class_names = _class_names(everything)
-    _check_once(everything)
-    _check_files(folder, everything)
-    domain_names = tuple(sorted({domain_of(image.path) for image in everything}))
-    number = {domain: index for index, domain in enumerate(domain_names)}
+    entries = [*train, *test]
+    class_names = _class_names(entries)
+    _check_unique(entries)
+    _check_files(folder, entries)
+    domain_names = tuple(sorted({domain_of(entry.path) for entry in entries}))
+    domain_ids = {domain: index for index, domain in enumerate(domain_names)}
 
-    def split(images: Sequence[ListEntry]) -> FileSplit:
+    def split(entries: Sequence[ListEntry]) -> FileSplit:
         return FileSplit(
-            (os.path.join(folder, image.path) for image in images),
-            np.array([image.label for image in images], int),
-            np.array([number[domain_of(image.path)] for image in images], int),
+            (os.path.join(folder, entry.path) for entry in entries),
+            np.array([entry.label for entry in entries], int),
+            np.array([domain_ids[domain_of(entry.path)] for entry in entries], int),
         )
 
     return Source(name, class_names, split(train), split(test), domain_names)
 
 
 def check_path(path: str, listed_in: Path, depth: int) -> str:
-    """The path, if it names a file `depth` folders below the dataset's and nothing outside."""
+    """Return the path if it is a file `depth` folders below the dataset's, else raise."""
     parts = path.split("/")
     if len(parts) != depth + 1 or any(part in ("", ".", "..") for part in parts):
-        wanted = "/".join(["folder"] * depth)
-        raise CorruptFile(listed_in, f"'{path}' in it is not a path like {wanted}/file.jpg")
+        expected = "/".join(["folder"] * depth)
+        raise CorruptFile(listed_in, f"'{path}' in it is not a path like {expected}/file.jpg")
     return path
 
 
-def _class_names(images: Iterable[ListEntry]) -> tuple[str, ...]:
-    """The folder of each class id; the ids are 0, 1, ... without a gap."""
-    images = list(images)
+def _class_names(entries: Iterable[ListEntry]) -> tuple[str, ...]:
+    """Return the folder name of each class id; ids must be 0, 1, ... without gaps."""
+    entries = list(entries)
     folder_of: dict[int, str] = {}
     label_of: dict[str, int] = {}
-    count = len({image.label for image in images})
-    for image in images:
-        if not 0 <= image.label < count:
+    count = len({entry.label for entry in entries})
+    for entry in entries:
+        if not 0 <= entry.label < count:
             raise CorruptFile(
-                image.list,
-                f"label {image.label} of '{image.path}' is out of range: the lists have {count} "
+                entry.list,
+                f"label {entry.label} of '{entry.path}' is out of range: the lists have {count} "
                 f"labels, for classes 0 to {count - 1}",
             )
-        folder = image.path.split("/")[-2]
-        one = folder_of.setdefault(image.label, folder)
-        other = label_of.setdefault(folder, image.label)
-        if one != folder or other != image.label:
+        folder = entry.path.split("/")[-2]
+        first_folder = folder_of.setdefault(entry.label, folder)
+        first_label = label_of.setdefault(folder, entry.label)
+        if first_folder != folder or first_label != entry.label:
             raise CorruptFile(
-                image.list,
-                f"'{image.path}' has label {image.label}, but elsewhere '{folder}' is {other} "
-                f"and {image.label} is '{one}'",
+                entry.list,
+                f"'{entry.path}' has label {entry.label}, but elsewhere '{folder}' has label "
+                f"{first_label} and label {entry.label} is '{first_folder}'",
             )
     return tuple(folder_of[label] for label in range(count))
 
 
-def _check_once(images: Iterable[ListEntry]) -> None:
+def _check_unique(entries: Iterable[ListEntry]) -> None:
     seen: dict[str, Path] = {}
-    for image in images:
-        if image.path in seen:
-            first = seen[image.path].name
-            raise CorruptFile(image.list, f"'{image.path}' is in {first} already")
-        seen[image.path] = image.list
+    for entry in entries:
+        if entry.path in seen:
+            first = seen[entry.path].name
+            raise CorruptFile(entry.list, f"'{entry.path}' is already in {first}")
+        seen[entry.path] = entry.list
 
 
-def _check_files(folder: Path, images: Sequence[ListEntry]) -> None:
-    """Folders are listed once each: to ask for every file takes minutes on a slow disk."""
+def _check_files(folder: Path, entries: Sequence[ListEntry]) -> None:
+    """Check that all files exist; listing each folder once is much faster on a slow disk."""
     names: dict[str, frozenset[str]] = {}
     missing = []
-    for image in images:
-        parent, _, file = image.path.rpartition("/")
+    for entry in entries:
+        parent, _, file = entry.path.rpartition("/")
         if parent not in names:
-            names[parent] = _names_in(folder / parent)
+            names[parent] = _list_folder(folder / parent)
         if file not in names[parent]:
-            missing.append(image)
+            missing.append(entry)
     if missing:
         raise MissingData(
             folder / missing[0].path,
-            f"{missing[0].list.name} lists this file, but it is not there ({len(missing)} of "
-            f"{len(images)} listed files are missing)",
-            "Extract the archives again, all of them, or use the lists that belong to them.",
+            f"{missing[0].list.name} lists this file, but it does not exist ({len(missing)} of "
+            f"{len(entries)} listed files are missing)",
+            "Extract all archives again, or use the lists that belong to them.",
         )
 
 
-def _names_in(folder: Path) -> frozenset[str]:
+def _list_folder(folder: Path) -> frozenset[str]:
     try:
         return frozenset(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
