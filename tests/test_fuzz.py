@@ -36,7 +36,8 @@ from coda_prompt.data.images import open_image
 from coda_prompt.data.packing import pack
 from coda_prompt.data.paper.domainnet import DOMAINS, domainnet_source
 from coda_prompt.data.paper.imagenet_r import LISTS, imagenet_r_source
-from coda_prompt.data.shards import INDEX, shard_source
+from coda_prompt.data.shard_index import INDEX_NAME
+from coda_prompt.data.shards import shard_source
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.model.catalog import load_backbone
@@ -126,7 +127,7 @@ def test_tar_shards_and_their_index(examples: int, tiny: Path, tmp_path: Path) -
     """A tar file has no hash: damage in it may show as other images. An index has one."""
     pack(str(tiny.parent / "data"), str(tmp_path), 1)
     expected = shard_source(str(tmp_path)).fingerprint()
-    tar, index = tmp_path / "test-000000.tar", tmp_path / INDEX.format("test")
+    tar, index = tmp_path / "test-000000.tar", tmp_path / INDEX_NAME.format("test")
     whole = {path: path.read_bytes() for path in (tar, index)}
 
     def read() -> None:

@@ -81,7 +81,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(folder, **{name: part(count, 5) for name, count in SIZES.items()})
 
 
-def test_a_dataset_is_read_by_its_finest_classes(dataset: Path) -> None:
+def test_column_with_the_most_classes_is_used(dataset: Path) -> None:
     source = load_source(load_benchmark("pocket", [f"source=hub:{dataset}", "classes=2"]))
     assert source.class_names == ("a", "b")
     assert source.train.labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
@@ -90,10 +90,10 @@ def test_a_dataset_is_read_by_its_finest_classes(dataset: Path) -> None:
     assert len(source.fingerprint()) == 64
 
 
-def test_what_a_dataset_lacks_is_said(tmp_path: Path) -> None:
+def test_unsuitable_dataset_raises_a_readable_error(tmp_path: Path) -> None:
     train = part(2)
     only = write(tmp_path / "only", train=train)
-    with pytest.raises(MissingData, match="not both splits train and test"):
+    with pytest.raises(MissingData, match="does not have both splits train and test"):
         hub_source(str(only))
     with pytest.raises(MissingData, match=r"no split test \(but train\)"):
         open_hub_split(str(only), "test")
@@ -116,13 +116,13 @@ def test_what_a_dataset_lacks_is_said(tmp_path: Path) -> None:
             read(str(words))
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"pip install 'coda-prompt\[datasets\]'"):
         hub_source("owner/name")
 
 
-# -- packed into shards as it comes
+# -- packing into shards
 
 
 def assert_same(found: Source, expected: Source) -> None:
@@ -134,11 +134,11 @@ def assert_same(found: Source, expected: Source) -> None:
 
 
 def small_shards(patched: pytest.MonkeyPatch) -> None:
-    grouped = packing._groups
-    patched.setattr(packing, "_groups", lambda examples, _: grouped(examples, 1_000))
+    group_by_size = packing._group_by_size
+    patched.setattr(packing, "_group_by_size", lambda examples, _: group_by_size(examples, 1_000))
 
 
-def test_shards_of_a_dataset_are_that_dataset(
+def test_shards_of_a_dataset_equal_the_dataset(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_shards(monkeypatch)
@@ -149,13 +149,13 @@ def test_shards_of_a_dataset_are_that_dataset(
 
 
 @pytest.mark.parametrize("out", ["folder", "memory://shards-of-the-hub"])
-def test_packing_goes_on_after_a_stop(
+def test_packing_resumes_after_an_interruption(
     out: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_shards(monkeypatch)
     place = out if "://" in out else str(tmp_path / out)
     pack(f"hub:{dataset}", str(tmp_path / "whole"), 1)
-    written = stopped_after(2, monkeypatch, f"hub:{dataset}", place)
+    written = interrupt_after(2, monkeypatch, f"hub:{dataset}", place)
     with pytest.raises(MissingData):
         shard_source(place)
     started: list[int] = []
@@ -178,7 +178,7 @@ def test_packing_goes_on_after_a_stop(
         pack(f"hub:{dataset}", place, 1)
 
 
-def test_another_try_with_other_words_begins_anew(
+def test_packing_other_data_starts_over(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_shards(monkeypatch)
@@ -187,7 +187,7 @@ def test_another_try_with_other_words_begins_anew(
         raise OSError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(packing._Folder, "finish", full)
+        patched.setattr(packing._FolderTarget, "finish", full)
         with pytest.raises(OSError, match="full"):
             pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
     shutil.copytree(dataset, tmp_path / "other")
@@ -197,44 +197,44 @@ def test_another_try_with_other_words_begins_anew(
 
 
 @pytest.mark.parametrize("note", [None, b"", b'{"data": "hu', b"[1]"])
-def test_packing_to_an_address_goes_on_after_any_stop(
+def test_packing_to_a_remote_path_resumes_after_any_interruption(
     note: bytes | None, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first shard; or in the midst of a note."""
     small_shards(monkeypatch)
     out = tmp_path / "out"
-    stopped_after(0, monkeypatch, f"hub:{dataset}", f"file://{out}")
+    interrupt_after(0, monkeypatch, f"hub:{dataset}", f"file://{out}")
     if note is not None:
-        (out / "train-000099.tar").write_bytes(b"of an earlier try")
+        (out / "train-000099.tar").write_bytes(b"left over")
         (out / "packing.json").write_bytes(note)
     pack(f"hub:{dataset}", f"file://{out}", 1)
     assert_same(shard_source(str(out)), hub_source(str(dataset)))
 
 
-def stopped_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) -> list[int]:
-    """Pack so many shards; the first image of each."""
-    packed = packing._tar
+def interrupt_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) -> list[int]:
+    """Interrupt packing after `count` shards; returns the first image of each."""
+    make_tar = packing._make_tar
     written: list[int] = []
 
-    def stopped(group: Any, first: int) -> bytes:
+    def interrupt(group: Any, first: int) -> bytes:
         if len(written) == count:
             raise KeyboardInterrupt
         written.append(first)
-        return packed(group, first)
+        return make_tar(group, first)
 
     with patched.context() as inner:
-        inner.setattr(packing, "_tar", stopped)
+        inner.setattr(packing, "_make_tar", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pack(data, out, 1)
     return written
 
 
-def test_another_folder_is_not_gone_on_with(
+def test_packing_a_changed_folder_starts_over(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_shards(monkeypatch)
     shutil.copytree(tiny.parent / "data", tmp_path / "data")
-    stopped_after(2, monkeypatch, str(tmp_path / "data"), str(tmp_path / "out"))
+    interrupt_after(2, monkeypatch, str(tmp_path / "data"), str(tmp_path / "out"))
     (tmp_path / "data/train/a/5.png").rename(tmp_path / "data/train/a/00.png")
     pack(str(tmp_path / "data"), str(tmp_path / "out"), 1)
     expected = folder_source(tmp_path / "data")
@@ -242,18 +242,18 @@ def test_another_folder_is_not_gone_on_with(
 
 
 @pytest.mark.parametrize("done", [{"train": [1, -7]}, {"train": [10**15, 10**15]}, {"x": [1, 1]}])
-def test_a_note_that_does_not_fit_is_not_believed(
+def test_inconsistent_packing_state_is_ignored(
     done: object, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_shards(monkeypatch)
-    stopped_after(2, monkeypatch, f"hub:{dataset}", str(tmp_path / "out"))
+    interrupt_after(2, monkeypatch, f"hub:{dataset}", str(tmp_path / "out"))
     note = tmp_path / ".out.making" / "packing.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "done": done}))
     pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
     assert_same(shard_source(str(tmp_path / "out")), hub_source(str(dataset)))
 
 
-def test_names_are_kept_as_they_are_or_refused(tiny: Path, tmp_path: Path) -> None:
+def test_class_names_are_packed_unchanged(tiny: Path, tmp_path: Path) -> None:
     for part in ("train", "test"):
         folder = tmp_path / "data" / part
         shutil.copytree(tiny.parent / "data" / part, folder)
@@ -264,7 +264,7 @@ def test_names_are_kept_as_they_are_or_refused(tiny: Path, tmp_path: Path) -> No
     assert found.class_names == folder_source(tmp_path / "data").class_names
 
 
-def test_a_mark_before_the_first_name_is_refused(tmp_path: Path) -> None:
+def test_byte_order_mark_in_a_class_name_is_rejected(tmp_path: Path) -> None:
     import datasets
 
     marked = datasets.Features(
@@ -274,16 +274,16 @@ def test_a_mark_before_the_first_name_is_refused(tmp_path: Path) -> None:
     for name in SIZES:
         rows = datasets.Dataset.from_dict(part(2), features=marked)
         rows.to_parquet(tmp_path / "marked" / f"{name}-00000-of-00001.parquet")
-    with pytest.raises(MissingData, match="cannot be kept"):
+    with pytest.raises(MissingData, match=r"cannot be written to classes\.txt"):
         pack(f"hub:{tmp_path / 'marked'}", str(tmp_path / "out"), 1)
 
 
-def test_memory_is_no_place_for_shards(dataset: Path) -> None:
+def test_packing_to_memory_is_rejected(dataset: Path) -> None:
     ended = CliRunner().invoke(app, ["shards", f"hub:{dataset}", "memory://x"])
     assert isinstance(ended.exception, BadOption)
 
 
-def test_images_without_a_class_are_refused(tmp_path: Path) -> None:
+def test_images_without_a_class_are_rejected(tmp_path: Path) -> None:
     unknown = write(tmp_path / "unknown", train=part(2), test={**part(1), "fine": [-1]})
     with pytest.raises(MissingData, match=r"unknown/test.*image 0 has no class"):
         pack(f"hub:{unknown}", str(tmp_path / "out"), 1)
@@ -383,7 +383,7 @@ for split in (found.train, found.test):
 """
 
 
-def test_datasets_and_shards_are_read_from_a_hub(
+def test_datasets_and_shards_are_read_from_a_local_hub(
     endpoint: str, dataset: Path, tmp_path: Path
 ) -> None:
     def told(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Tar shards give what the folder gives that they were made from, image for image."""
+"""Tar shards contain the same images as the folder they were made from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from small import coda
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data import packing, shards
+from coda_prompt.data import packing, shard_index
 from coda_prompt.data.folders import folder_source
 from coda_prompt.data.packing import pack
 from coda_prompt.data.shards import shard_source
@@ -26,6 +27,7 @@ from coda_prompt.data.sources import Source
 from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadImage, BadOption, CorruptFile, MissingData
 from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.storage.tensors import read_tensors
 from coda_prompt.training.loading import Epoch, Views, batches
 
 VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,), "bilinear"))
@@ -43,11 +45,13 @@ def folder(tiny: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several small shards, which the command would not make."""
+    """Several shards, smaller than the command makes them."""
     out = tmp_path_factory.mktemp("shards")
-    grouped = packing._groups
+    group_by_size = packing._group_by_size
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packing, "_groups", lambda examples, _: grouped(examples, 2_000))
+        patched.setattr(
+            packing, "_group_by_size", lambda examples, _: group_by_size(examples, 2_000)
+        )
         written, images = pack(str(folder), str(out), 1)
     assert written > 4
     assert images == len(list(folder.rglob("*.png")))
@@ -55,7 +59,7 @@ def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stream_of(source: Source, rank: int, world: int, workers: int) -> list[Any]:
-    """What a process of a training sees: two epochs of each task, augmented, and its tests."""
+    """All batches of one process: two augmented epochs of each task, and its test images."""
     seen = []
     for task in make_stream(source, tasks=3, seed=1).tasks:
         order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0)).tolist()
@@ -71,7 +75,7 @@ def stream_of(source: Source, rank: int, world: int, workers: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 2), (1, 2)])
-def test_the_stream_is_that_of_the_folder(
+def test_batches_equal_those_of_the_folder(
     rank: int, world: int, workers: int, folder: Path, packed: Path
 ) -> None:
     expected = stream_of(folder_source(folder), rank, world, 0)
@@ -83,7 +87,7 @@ def test_the_stream_is_that_of_the_folder(
         assert torch.equal(mine.positions, other.positions)
 
 
-def test_a_benchmark_on_shards_gives_the_same_numbers(
+def test_benchmark_on_shards_gives_the_same_numbers(
     tiny: Path, packed: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     more = ("--set", f"source=shards:{packed}", "--set", "training.workers=2", "--json")
@@ -96,7 +100,7 @@ def test_a_benchmark_on_shards_gives_the_same_numbers(
             assert found[field] == expected[field]
 
 
-def test_a_classifier_learns_from_shards(drawing_folders: Path, tmp_path: Path) -> None:
+def test_classifier_learns_from_shards(drawing_folders: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for part, origin in (("train", "task-1"), ("test", "task-2")):
         (tmp_path / "data" / part).symlink_to(drawing_folders / origin)
@@ -117,29 +121,28 @@ def test_a_classifier_learns_from_shards(drawing_folders: Path, tmp_path: Path) 
     assert np.array_equal(classifier.predict_proba(paths), other.predict_proba(paths))
 
 
-def test_the_index_is_made_once_and_not_trusted(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_is_cached_and_checked(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = shard_source(str(packed))
-    index = packed / shards.INDEX.format("train")
-    kept = index.read_bytes()
+    index = packed / shard_index.INDEX_NAME.format("train")
+    content = index.read_bytes()
 
-    def check_kept() -> None:
+    def check_cached() -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(shards, "_made", lambda *_: pytest.fail("made again"))
+            patched.setattr(shard_index, "build_index", lambda *_: pytest.fail("built again"))
             assert shard_source(str(packed)).fingerprint() == first.fingerprint()
 
-    check_kept()
-    damaged = [kept[:-3], kept[:5], b"", b"x" * 100, kept.replace(b"train-000000", b"train-000009")]
-    label = bytearray(kept)
+    check_cached()
+    renamed = content.replace(b"train-000000", b"train-000009")
+    damaged = [content[:-3], content[:5], b"", b"x" * 100, renamed]
+    label = bytearray(content)
     label[-9 * len(first.train) :] = b"\xff" * (9 * len(first.train))  # far outside the shards
     for content in (*damaged, bytes(label)):
         index.write_bytes(content)
         assert shard_source(str(packed)).fingerprint() == first.fingerprint()
-        check_kept()
+        check_cached()
 
 
-def test_shards_elsewhere(packed: Path, tmp_path: Path) -> None:
+def test_remote_shards_equal_local_ones(packed: Path, tmp_path: Path) -> None:
     """Any address fsspec knows; the index is kept at home."""
     memory = fsspec.filesystem("memory")
     for path in packed.glob("*.*"):
@@ -168,7 +171,7 @@ def an_image(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["json", "cls", "folders", "numbers"])
-def test_layouts_of_others(how: str, folder: Path, tmp_path: Path) -> None:
+def test_webdataset_layouts_are_read(how: str, folder: Path, tmp_path: Path) -> None:
     image = an_image(folder)
     files: dict[str, dict[str, bytes]] = {
         "json": {"0.png": image, "0.json": b'{"label": "cat"}', "x/1.png": image,
@@ -185,7 +188,7 @@ def test_layouts_of_others(how: str, folder: Path, tmp_path: Path) -> None:
     assert source.train.image(0).size == (16, 16)
 
 
-def test_mistakes(folder: Path, tmp_path: Path) -> None:
+def test_invalid_shards_raise_readable_errors(folder: Path, tmp_path: Path) -> None:
     image = an_image(folder)
     with pytest.raises(MissingData, match=r"there is no train-\*.tar"):
         shard_source(str(tmp_path))
@@ -195,8 +198,8 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingData, match=r"there is no test-\*.tar"):
         shard_source(str(tmp_path))
     for content, problem in (
-        ({"0.png": image}, "does not say what '0' is"),
-        ({"0.png": image, "0.cls": b"a\nb"}, "does not say what '0' is"),
+        ({"0.png": image}, "has no label for '0'"),
+        ({"0.png": image, "0.cls": b"a\nb"}, "has no label for '0'"),
         ({"0.png": image, "0.cls": b"\xff"}, "is not a label"),
         ({"0.png": image, "0.json": b"[" * 9999}, "is not a label"),
         ({"0.png": image, "0.cls": b"1" * 70_000}, "is not a label"),
@@ -221,20 +224,20 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         pack(str(folder), str(tmp_path), 1)
 
 
-def test_a_place_for_reading_only(packed: Path, tmp_path: Path) -> None:
-    """Then the index goes to the cache."""
+def test_index_of_a_read_only_folder_is_in_the_user_cache(packed: Path, tmp_path: Path) -> None:
+    """The index is then in the user's cache."""
     program = (
         "import sys, pathlib\n"
-        "from coda_prompt.data import shards\n"
-        "write = shards.write_atomically\n"
-        "def refuse(path, content):\n"
+        "from coda_prompt.data import shard_index, shards\n"
+        "write = shard_index.write_tensors\n"
+        "def refuse(path, *content):\n"
         "    if str(path).startswith(sys.argv[1]): raise PermissionError(13, 'no', str(path))\n"
-        "    write(path, content)\n"
-        "shards.write_atomically = refuse\n"
+        "    write(path, *content)\n"
+        "shard_index.write_tensors = refuse\n"
         "print(len(shards.shard_source(sys.argv[1]).train))\n"
     )
     for part in ("train", "test"):
-        (packed / shards.INDEX.format(part)).unlink(missing_ok=True)
+        (packed / shard_index.INDEX_NAME.format(part)).unlink(missing_ok=True)
     found = subprocess.run(
         [sys.executable, "-c", program, str(packed)],
         capture_output=True, text=True, env={**os.environ}, timeout=60,
@@ -248,7 +251,7 @@ def both(folder: Path, files: dict[str, bytes]) -> None:
         tar(folder / f"{part}-0.tar", files)
 
 
-def test_a_damaged_end_is_not_the_end(folder: Path, tmp_path: Path) -> None:
+def test_damaged_or_truncated_tar_is_rejected(folder: Path, tmp_path: Path) -> None:
     """Python's tarfile takes a bad or missing header for the end of the archive."""
     image = an_image(folder)
     files = {f"{name}/{place}.png": image for name in ("cat", "dog") for place in range(3)}
@@ -259,12 +262,12 @@ def test_a_damaged_end_is_not_the_end(folder: Path, tmp_path: Path) -> None:
     flipped[3 * size + 5] ^= 1  # in the header of the fourth
     for damaged in (bytes(flipped), whole[: 2 * size], whole[: 2 * size + 100]):
         (tmp_path / "test-0.tar").write_bytes(damaged)
-        with pytest.raises(CorruptFile, match="damaged or cut off"):
+        with pytest.raises(CorruptFile, match="damaged or truncated"):
             shard_source(str(tmp_path))
 
 
 @pytest.mark.parametrize("size", ["99999999999999999999", "-512", "100000"])
-def test_sizes_that_cannot_be(size: str, folder: Path, tmp_path: Path) -> None:
+def test_impossible_member_size_is_rejected(size: str, folder: Path, tmp_path: Path) -> None:
     image = an_image(folder)
     both(tmp_path, {"cat/0.png": image})
     with tarfile.open(tmp_path / "test-0.tar", "w", format=tarfile.PAX_FORMAT) as archive:
@@ -275,7 +278,7 @@ def test_sizes_that_cannot_be(size: str, folder: Path, tmp_path: Path) -> None:
         shard_source(str(tmp_path))
 
 
-def test_an_image_with_holes(folder: Path, tmp_path: Path) -> None:
+def test_sparse_member_is_rejected(folder: Path, tmp_path: Path) -> None:
     both(tmp_path, {"cat/0.png": an_image(folder)})
     header = bytearray((tmp_path / "test-0.tar").read_bytes())
     header[156:157] = tarfile.GNUTYPE_SPARSE
@@ -283,11 +286,11 @@ def test_an_image_with_holes(folder: Path, tmp_path: Path) -> None:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header[:512])
     (tmp_path / "test-0.tar").write_bytes(header)
-    with pytest.raises(CorruptFile, match="has holes"):
+    with pytest.raises(CorruptFile, match="is sparse"):
         shard_source(str(tmp_path))
 
 
-def test_another_shard_of_the_same_size_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_changed_shard_of_the_same_size_is_detected(folder: Path, tmp_path: Path) -> None:
     image = an_image(folder)
     both(tmp_path, {"0.png": image, "0.cls": b"cat", "1.png": image, "1.cls": b"dog"})
     before = shard_source(str(tmp_path))
@@ -300,7 +303,7 @@ def test_another_shard_of_the_same_size_is_noticed(folder: Path, tmp_path: Path)
     assert after.fingerprint() != before.fingerprint()
 
 
-def test_names_and_labels_as_people_write_them(folder: Path, tmp_path: Path) -> None:
+def test_unusual_names_and_labels(folder: Path, tmp_path: Path) -> None:
     image = an_image(folder)
     both(tmp_path, {f"cat/2021.{day}.png": image for day in ("01", "02")} | {"./dog/a.png": image,
          "dog/a.jpg": image, "coco.json": b"[" * 70_000})  # fmt: skip
@@ -314,33 +317,32 @@ def test_names_and_labels_as_people_write_them(folder: Path, tmp_path: Path) -> 
     assert source.class_names == ("cat", "dog")
     assert source.train.labels.tolist() == [1, 1, 0]
     (tmp_path / "classes.txt").write_text("\ncat\ndog\n")
-    with pytest.raises(CorruptFile, match="one class name a line"):
+    with pytest.raises(CorruptFile, match="one class name per line"):
         shard_source(str(tmp_path))
     both(tmp_path, {"0.png": image, "0.jpg": image, "0.cls": b"1"})
     with pytest.raises(CorruptFile, match="several images of '0'"):
         shard_source(str(tmp_path))
     for none in (b"null", b"true", b"false", b"1.5"):
         both(tmp_path, {"0.png": image, "0.json": b'{"label": %s}' % none})
-        with pytest.raises(CorruptFile, match="does not say"):
+        with pytest.raises(CorruptFile, match="has no label for"):
             shard_source(str(tmp_path))
 
 
-def test_an_index_of_a_stranger(packed: Path) -> None:
-    """Consistent in itself, with names that are none: it is made anew."""
+def test_index_with_invalid_class_names_is_built_again(packed: Path) -> None:
+    """Even if its hash is right."""
     names = shard_source(str(packed)).class_names
-    home = packed / shards.INDEX.format("train")
-    for bad in (["\x1b]0;owned\x07", *"12345"], ["0"] * 6):
-        content = home.read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        told = json.loads(content[8 : 8 + length])["__metadata__"]
-        kept = shards._kept(home, told["shards"])
-        assert kept is not None
-        forged = shards.Index(tuple(bad), kept.label, kept.shard, kept.offset, kept.size)
-        home.write_bytes(shards._packed(forged, told["shards"]))
+    path = packed / shard_index.INDEX_NAME.format("train")
+    for invalid in (["\x1b]0;owned\x07", *"12345"], ["0"] * 6):
+        description = read_tensors(path).description
+        assert description is not None
+        index = shard_index.read_index(path, description["shards"])
+        assert index is not None
+        forged = replace(index, names=tuple(invalid))
+        shard_index.write_index(path, forged, description["shards"])
         assert shard_source(str(packed)).class_names == names
 
 
-def test_places_with_odd_names(folder: Path, tmp_path: Path) -> None:
+def test_folder_names_with_special_characters(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "a[1] * b::c"
     pack(str(folder), str(place), 1)
     assert len(shard_source(str(place)).train) == 36
