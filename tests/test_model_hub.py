@@ -125,5 +125,5 @@ def test_a_folder_is_loaded_without_the_hub(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["me/nothing", "not a name"])
 def test_a_model_that_is_not_there_is_one_clear_message(name: str, hub: LoopbackHub) -> None:
-    with pytest.raises(HubError, match=re.escape(f"'{name}' could not be fetched")):
+    with pytest.raises(HubError, match=re.escape(f"'{name}' could not be downloaded")):
         ContinualClassifier.from_pretrained(name, endpoint=hub.address)

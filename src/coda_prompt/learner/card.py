@@ -1,4 +1,4 @@
-"""The card that travels with a model."""
+"""The model card: README.md of a model folder and of the hub."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from coda_prompt.learner.store import Description
 
-SHOWN = 40
+MAX_CLASSES_SHOWN = 40
 
 
-def card_of(description: Description) -> str:
-    """Markdown with the hub's front matter."""
+def model_card(description: Description) -> str:
+    """Return the card as Markdown with the hub's front matter."""
     classes, tasks = description.classes, description.tasks
-    shown = ", ".join(classes[:SHOWN]) + (", …" if len(classes) > SHOWN else "")
+    more = ", …" if len(classes) > MAX_CLASSES_SHOWN else ""
     lines = [
         "---",
         "library_name: coda-prompt",
@@ -21,13 +21,13 @@ def card_of(description: Description) -> str:
         "tags: [continual-learning, image-classification]",
         "---",
         "",
-        f"# An image classifier of {len(classes)} classes, learned in {len(tasks)} tasks",
+        f"# Image classifier with {len(classes)} classes, learned in {len(tasks)} tasks",
         "",
-        f"Method `{description.method}` on the frozen backbone `{description.backbone.name}`, by "
-        f"coda-prompt {description.coda_prompt}. The file holds what was learned; it holds neither "
-        "the backbone nor any training image.",
+        f"Method `{description.method}` on the frozen backbone `{description.backbone.name}`, "
+        f"trained with coda-prompt {description.coda_prompt}. The file has only what was learned: "
+        "neither the backbone nor any training image.",
         "",
-        f"Classes: {shown}",
+        f"Classes: {', '.join(classes[:MAX_CLASSES_SHOWN])}{more}",
         "",
         "| task | date | new classes | continued | images | accuracy when learned | own classes |",
         "|---|---|---|---|---|---|---|",
@@ -40,8 +40,8 @@ def card_of(description: Description) -> str:
     ]
     lines += [
         "",
-        "Accuracies are of held-out images of the task, when it was learned: among all classes "
-        "known then, and among the task's own.",
+        "Accuracies are on held-out images of the task right after it was learned: among all "
+        "classes known at that time, and among the task's own classes.",
         "",
         "```python",
         "from coda_prompt import ContinualClassifier",
@@ -54,4 +54,5 @@ def card_of(description: Description) -> str:
 
 
 def percent(share: float | None) -> str:
+    """Format a fraction; `-` if there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"

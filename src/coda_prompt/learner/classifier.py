@@ -366,9 +366,9 @@ class ContinualClassifier:
         """From a folder or from the hub."""
         if Path(name).is_dir():
             return cls.load(name, backbone=backbone, device=device)
-        from coda_prompt.learner.hub import fetched
+        from coda_prompt.learner.hub import download_model
 
-        folder = fetched(str(name), revision, token, endpoint)
+        folder = download_model(str(name), revision, token, endpoint)
         return cls.load(folder, backbone=backbone, device=device)
 
     def push_to_hub(
@@ -380,9 +380,9 @@ class ContinualClassifier:
         endpoint: str | None = None,
     ) -> str:
         """Upload the model and its card; the address of the commit comes back."""
-        from coda_prompt.learner.hub import pushed
+        from coda_prompt.learner.hub import upload_model
 
-        return pushed(name, self._model(), private=private, token=token, endpoint=endpoint)
+        return upload_model(name, self._model(), private=private, token=token, endpoint=endpoint)
 
     def export_onnx(self, path: str | Path) -> None:
         """Both passes in one graph, probabilities out, class names inside."""

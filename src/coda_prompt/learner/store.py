@@ -1,13 +1,13 @@
-"""A model on disk: a folder whose `model.safetensors` says and holds everything.
+"""Model folders: one checked tensor file per version, replaced atomically.
 
-The description travels in that file's header, so that one rename replaces both; `config.json` and
-the card are copies for people and for the hub.
+    model.safetensors      what was learned (without the backbone) and the description
+    previous.safetensors   the version before the newest task, for `undo`
+    next.safetensors       only while a save is in progress; the next writer completes the save
+    .progress              only while a training is unfinished: its checkpoints
+    .learning.json         only while `coda learn` runs: which images, on which version
 
-    model.safetensors      what was learned, never the backbone, and the description
-    previous.safetensors   the same before the newest task, for `undo`
-    next.safetensors       only while a save is under way; a crash leaves it, and it counts
-    .progress              only while a training is under way; the same command goes on from it
-    .learning.json         only while `coda learn` is at work: of which images, on which version
+`config.json` and the model card `README.md` repeat the description for people and the hub. No
+code is ever loaded from a model folder.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch import Tensor
 
 from coda_prompt.data.folders import is_valid_class_name
 from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
-from coda_prompt.learner.card import card_of
+from coda_prompt.learner.card import model_card
 from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
 from coda_prompt.storage.tensors import decode_tensors, encode_tensors, stated_sha256
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had no hash of a method's file and no path of the backbone."""
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
 CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
-"""The folder of a training that is under way."""
 LESSON = ".learning.json"
 
 
 class TaskRecord(FileSchema):
-    """What one `learn` brought."""
+    """The outcome of one lesson."""
 
     date: str
     new: list[str]
@@ -50,21 +50,29 @@ class TaskRecord(FileSchema):
     calibration_error: float | None
     temperature: float = Field(ge=1e-6, le=1e6)
     fitted_on: int = Field(ge=0, le=10**12)
-    """Images the temperature was fitted on."""
+    """Number of held-out images the temperature was fitted on."""
 
 
 class BackboneRecord(FileSchema):
+    """The backbone a model was learned on."""
+
     name: str
     fingerprint: str
     revision: str | None
+    path: str | None = None
+    """Absolute path of the file if the backbone was not named in the catalogue."""
 
 
 class Description(FileSchema):
-    """All that is known of a model but its tensors."""
+    """Everything about a model except its tensors."""
 
-    format: int = Field(ge=FORMAT, le=FORMAT)
+    format: int = Field(ge=1, le=FORMAT)
     coda_prompt: str
+    """Version of coda-prompt that wrote it."""
     method: str
+    """Name of the method; of one that is not part of coda-prompt, the name of its class."""
+    method_sha256: str | None = None
+    """Hash of the file that has the class; the file itself is never stored."""
     options: dict[str, Any]
     training: dict[str, Any]
     backbone: BackboneRecord
@@ -75,22 +83,23 @@ class Description(FileSchema):
 
     @property
     def version(self) -> int:
+        """The number of lessons."""
         return len(self.tasks)
 
     @model_validator(mode="after")
-    def _classes_are_those_of_the_tasks(self) -> Description:
+    def _classes_match_tasks(self) -> Description:
         if [name for task in self.tasks for name in task.new] != self.classes:
-            raise ValueError("the classes are not those of its tasks")
+            raise ValueError("its classes are not those of its tasks")
         if len(set(self.classes)) < len(self.classes):
-            raise ValueError("a class is there twice")
+            raise ValueError("a class is listed twice")
         if not all(is_valid_class_name(name) for name in self.classes):
-            raise ValueError("a class has no proper name")
+            raise ValueError("a class has an invalid name")
         return self
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a model's file holds."""
+    """The content of a model's file."""
 
     description: Description
     tensors: dict[str, Tensor]
@@ -121,29 +130,35 @@ def decode_model(content: bytes, path: object) -> Model:
 
 
 def read_model(folder: Path) -> Model:
+    """Read the current model of a folder.
+
+    Raises:
+        CorruptFile: It is damaged or not a model.
+        MissingData: There is no model.
+    """
     try:
         return _read(folder, MODEL)
     except CorruptFile as error:
         if not (folder / PREVIOUS).exists():
             raise
-        undo = f"{error.remedy} Or go back to the version before the newest task: coda undo."
-        raise CorruptFile(folder / MODEL, error.problem, undo) from error
+        remedy = f"{error.remedy} Or return to the version before the newest task: coda undo."
+        raise CorruptFile(folder / MODEL, error.problem, remedy) from error
 
 
 def read_previous(folder: Path) -> Model | None:
-    """The model before the newest task, where it was kept."""
+    """Read the model before the newest task; None if the folder does not have it."""
     if not (folder / PREVIOUS).exists():
         return None
     previous = _read(folder, PREVIOUS)
     try:
         model = _read(folder, MODEL)
-    except CorruptFile:  # then it is the newest that is whole
+    except CorruptFile:  # the previous one is the newest intact version
         return previous
     return previous if _follows(model, previous) else None
 
 
 def write_model(folder: Path, model: Model, previous: Model | None) -> None:
-    """Replace the folder's model; whenever this stops, a reader finds one whole version."""
+    """Replace the folder's model; a kill at any point leaves one complete version."""
     if previous is None:
         write_atomically(folder / MODEL, encode_model(model))
         (folder / PREVIOUS).unlink(missing_ok=True)
@@ -155,7 +170,11 @@ def write_model(folder: Path, model: Model, previous: Model | None) -> None:
 
 
 def restore_previous(folder: Path) -> None:
-    """Undo: the previous model takes the newest one's place."""
+    """Replace the current model by the previous one.
+
+    Raises:
+        NothingToUndo: There is no previous model.
+    """
     previous = read_previous(folder)
     if previous is None:
         raise NothingToUndo(folder)
@@ -164,9 +183,16 @@ def restore_previous(folder: Path) -> None:
 
 
 def begin_lesson(folder: Path, images: str, version: int) -> bool:
-    """Note that these images are about to be learned on this version, where that was not done.
+    """Record that images are about to be learned, unless an earlier command already did.
 
-    Whether it was: the same lesson, noted on the version before, and cut off after it was saved.
+    Args:
+        folder: The model folder.
+        images: Fingerprint of the lesson's images.
+        version: Version of the model they are learned on.
+
+    Returns:
+        True if the same lesson was begun on the version before and interrupted only after its
+        model was saved, so that there is nothing left to learn.
     """
     note = {"images": images, "version": version}
     try:
@@ -179,13 +205,21 @@ def begin_lesson(folder: Path, images: str, version: int) -> bool:
 
 
 def end_lesson(folder: Path) -> None:
+    """Record that the lesson's result was reported: the same command is a new lesson now."""
     (folder / LESSON).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def exclusive_writer(folder: Path) -> Iterator[None]:
-    """One writer at a time; a save that had been cut off is finished first."""
-    fresh = not folder.exists()
+    """Lock a model folder for writing; an interrupted save is completed first.
+
+    The folder is created if needed, and removed again if no model was written.
+
+    Raises:
+        FolderBusy: Another process is writing.
+        CorruptFile, MissingData: The folder has other files than a model's.
+    """
+    created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
     try:
@@ -193,7 +227,7 @@ def exclusive_writer(folder: Path) -> Iterator[None]:
             _recover(folder)
             yield
     finally:
-        if fresh and not (folder / MODEL).exists():  # nothing came of it
+        if created and not (folder / MODEL).exists():
             end_lesson(folder)
             (folder / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -206,40 +240,48 @@ def model_sha256(folder: Path) -> str | None:
 
 
 def size_on_disk(folder: Path) -> dict[str, int]:
-    """Bytes of each of a model's files."""
+    """Return the bytes of each tensor file of a model."""
     return {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
 
 
+def refresh_copies(folder: Path) -> None:
+    """Rewrite config.json and the model card, which a kill may have left outdated."""
+    _write_copies(folder, read_model(folder))
+
+
+def config_text(model: Model) -> str:
+    """Return the content of config.json."""
+    description = model.description.model_dump(mode="json")
+    return json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+
+
 def _refuse_foreign(folder: Path) -> None:
-    """A folder with other things in it is not ours to write to."""
+    """Refuse to write to a folder with files of something else."""
     if (folder / MODEL).exists():
         if model_sha256(folder) is None and not (folder / PREVIOUS).exists():
             raise CorruptFile(folder / MODEL, "is not a model of coda-prompt")
         return
-    ours = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON}
-    others = [entry.name for entry in folder.iterdir() if entry.name not in ours]
-    if [name for name in others if not name.endswith(".tmp")]:
-        raise MissingData(
-            folder, "the folder is not empty and holds no model", "Name another folder for it."
-        )
+    own = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON}
+    names = [entry.name for entry in folder.iterdir() if entry.name not in own]
+    if [name for name in names if not name.endswith(".tmp")]:
+        problem = "the folder is not empty and has no model"
+        raise MissingData(folder, problem, "Use another folder for the model.")
 
 
 def _recover(folder: Path) -> None:
-    """Finish a save that was cut off after the new model had been written, and tidy up."""
-    for left in folder.glob(".*.tmp"):
-        left.unlink(missing_ok=True)
-    waiting = folder / NEXT
-    if not waiting.exists():
+    """Complete a save that was interrupted after the new model was written; remove leftovers."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+    if not (folder / NEXT).exists():
         return
     try:
-        following, previous = _read(folder, NEXT), _read(folder, PREVIOUS)
-        complete = _follows(following, previous)
+        complete = _follows(_read(folder, NEXT), _read(folder, PREVIOUS))
     except (CorruptFile, MissingData):
         complete = False
     if complete:
-        os.replace(waiting, folder / MODEL)
+        os.replace(folder / NEXT, folder / MODEL)
     else:
-        waiting.unlink()
+        (folder / NEXT).unlink()
 
 
 def _follows(model: Model, previous: Model) -> bool:
@@ -247,20 +289,9 @@ def _follows(model: Model, previous: Model) -> bool:
     return model.description.tasks[:-1] == previous.description.tasks
 
 
-def refresh_copies(folder: Path) -> None:
-    """Write the description and the card again, which a kill may have left behind."""
-    _write_copies(folder, read_model(folder))
-
-
 def _write_copies(folder: Path, model: Model) -> None:
     write_atomically(folder / CONFIG, config_text(model).encode())
-    write_atomically(folder / CARD, card_of(model.description).encode())
-
-
-def config_text(model: Model) -> str:
-    """The description, for people and for the hub."""
-    dumped = model.description.model_dump(mode="json")
-    return json.dumps(dumped, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(folder / CARD, model_card(model.description).encode())
 
 
 def _read(folder: Path, name: str) -> Model:
@@ -268,9 +299,6 @@ def _read(folder: Path, name: str) -> Model:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise MissingData(
-            path,
-            f"cannot be read ({error.strerror})",
-            "Point at a folder that 'coda learn' made.",
-        ) from error
+        problem = f"cannot be read ({error.strerror})"
+        raise MissingData(path, problem, "Use a folder that 'coda learn' created.") from error
     return decode_model(content, path)
