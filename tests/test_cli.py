@@ -53,7 +53,7 @@ def test_asked_twice_a_process_ends_unless_another_one_ends_it(
     following: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = threading.Event()
-    monkeypatch.setattr(shutdown, "_following", held)
+    monkeypatch.setattr(shutdown, "_has_parent", held)
     if following:
         held.set()
     stop = shutdown.ShutdownFlag()

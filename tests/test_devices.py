@@ -241,7 +241,7 @@ def test_the_first_process_speaks_for_another_one_though_it_is_busy(tmp_path: Pa
         "import time\n"
         "from coda_prompt.errors import BadOption\n"
         "from coda_prompt.training import devices\n"
-        "devices.PATIENCE = 1\n"
+        "devices.GRACE_SECONDS = 1\n"
         "with devices.Devices('cpu', 2).launch_processes() as fabric:\n"
         "    if fabric.global_rank:\n"
         "        raise BadOption('the test', 'image', 'this one is bad')\n"
@@ -267,8 +267,8 @@ def test_what_cannot_be_asked_for(
     for key, value in (("LOCAL_WORLD_SIZE", "2"), ("WORLD_SIZE", "4"), ("RANK", "0")):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
-    assert Devices().several
-    with pytest.raises(BadOption, match="3 are asked for, but 2 were started"):
+    assert Devices().distributed
+    with pytest.raises(BadOption, match="3 requested, but 2 were started"):
         Devices(devices=3).fabric()
 
 
@@ -280,7 +280,7 @@ def test_slurm_is_recognised(by_srun: bool, several: bool, monkeypatch: pytest.M
     step = {"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     for key, value in (job | (step if by_srun else {})).items():
         monkeypatch.setenv(key, value)
-    assert Devices().several is several
+    assert Devices().distributed is several
     if by_srun:
         fabric = Devices("cpu").fabric()
         assert type(fabric.strategy.cluster_environment).__name__ == "SLURMEnvironment"

@@ -1,4 +1,4 @@
-"""Ctrl-C and polite kills: the step at hand is finished and kept before the program ends."""
+"""Graceful shutdown: finish and checkpoint the current step, then exit."""
 
 from __future__ import annotations
 
@@ -10,57 +10,66 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-_following = threading.Event()
-"""Whether this process was started for another one, with which it ends."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_has_parent = threading.Event()
+"""Set in a process that `exit_with_parent` ends."""
 
 
 class ShutdownFlag:
-    """Whether the user has asked to stop; asked twice, the program ends where it is."""
+    """True once a shutdown was requested by Ctrl-C or SIGTERM; a second signal exits at once.
+
+    Example:
+        >>> stop = ShutdownFlag()
+        >>> with stop.handling_signals():
+        ...     while not stop():
+        ...         train_one_step()
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.requested
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Signals ask from here on."""
-        with _handled(self._ask):
+        """Set the flag on signals inside the block."""
+        with _signal_handler(self._on_signal):
             yield
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and not _following.is_set():
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and not _has_parent.is_set():
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
 
-KINDS = (signal.SIGINT, signal.SIGTERM)
-
-
-def ignored() -> contextlib.AbstractContextManager[None]:
-    """Requests to stop are dropped, also by processes that are started meanwhile."""
-    return _handled(signal.SIG_IGN)
+def signals_ignored() -> contextlib.AbstractContextManager[None]:
+    """Ignore shutdown signals inside the block, also in processes started there."""
+    return _signal_handler(signal.SIG_IGN)
 
 
 @contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """For a while; elsewhere than in the main thread, which alone may set them, nothing changes."""
+def _signal_handler(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
+) -> Iterator[None]:
+    """Install a handler; does nothing outside the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {kind: signal.signal(kind, handler) for kind in KINDS}
+    previous = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
-        for kind, earlier in before.items():
-            signal.signal(kind, earlier)
+        for number, handler_before in previous.items():
+            signal.signal(number, handler_before)
 
 
 def exit_with_parent(parent: int | None, code: int) -> None:
-    """Started for another process, this one does not outlive it: one that was killed cannot see to
-    that itself."""
-    _following.set()
+    """Exit with `code` when the process `parent` dies, even if it was killed.
+
+    From then on a second shutdown signal does not exit at once: the parent decides.
+    """
+    _has_parent.set()
 
     def watch() -> None:
         while os.getppid() == parent:

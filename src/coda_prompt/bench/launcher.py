@@ -36,13 +36,13 @@ class RunOptions:
     keep: bool = False
 
     def __post_init__(self) -> None:
-        if self.devices.several and (self.jobs > 1 or self.cluster is not None):
+        if self.devices.distributed and (self.jobs > 1 or self.cluster is not None):
             problem = "runs at a time have one device each; leave one of the two out"
             raise BadOption("coda bench", "devices", problem)
         if self.jobs > 1 and self.cluster is not None:
             problem = "a Ray cluster has as many runs at a time as fit; leave it out"
             raise BadOption("coda bench", "jobs", problem)
-        if self.devices.several and self.home is not None:
+        if self.devices.distributed and self.home is not None:
             problem = "processes that share a run need a folder that all of them see"
             raise BadOption("coda bench", "out", problem)
         if self.out.startswith("memory://") and (self.jobs > 1 or self.cluster is not None):
@@ -118,7 +118,7 @@ def _executor(
         yield lambda on_event: run_on_ray(todo, cluster, on_event)
     elif options.jobs > 1 and len(todo) > 1:
         yield lambda on_event: run_in_parallel(todo, options.jobs, on_event)
-    elif options.devices.several:
+    elif options.devices.distributed:
         precision, *others = {run.benchmark.precision for run in todo} or {"32-true"}
         if others:
             raise BadOption("coda sweep", "devices", "runs of several precisions have one each")

@@ -15,7 +15,7 @@ import torch
 from coda_prompt.bench.inputs import Inputs
 from coda_prompt.bench.runner import OnEvent, Run, execute
 from coda_prompt.errors import CodaError, Interrupted, ProcessDied
-from coda_prompt.shutdown import KINDS, ShutdownFlag, exit_with_parent, ignored
+from coda_prompt.shutdown import SIGNALS, ShutdownFlag, exit_with_parent, signals_ignored
 from coda_prompt.training.settings import Event
 
 LAST_STEP = 600
@@ -35,7 +35,7 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
     workers = [
         context.Process(target=_work, args=given, daemon=True) for _ in range(min(jobs, len(runs)))
     ]
-    with ignored():  # from birth: the parent tells them to stop
+    with signals_ignored():  # from birth: the parent tells them to stop
         for worker in workers:
             worker.start()
     stop = ShutdownFlag()
@@ -78,7 +78,7 @@ def _news(
 
 def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any) -> None:
     """One process: takes runs until there are none left."""
-    for kind in KINDS:
+    for kind in SIGNALS:
         signal.signal(kind, signal.SIG_IGN)  # also where the parent could not see to it
     parent = multiprocessing.parent_process()
     exit_with_parent(None if parent is None else parent.pid, 1)

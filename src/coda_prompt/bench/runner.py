@@ -33,7 +33,7 @@ from coda_prompt.storage.files import as_json, exclusive_lock, write_atomically
 from coda_prompt.storage.remote import Mirror
 from coda_prompt.storage.tensors import tensors_sha256, write_tensors
 from coda_prompt.training.checkpointing import Checkpoint, Checkpointer, heed
-from coda_prompt.training.devices import Devices, agreed
+from coda_prompt.training.devices import Devices, any_rank
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Event, Result
@@ -127,7 +127,7 @@ def run_in_turn(
 ) -> Iterator[Run]:
     """One after another, each over the processes of `fabric`; yielded when its result is there."""
     inputs, stop = Inputs(), ShutdownFlag()
-    asked = stop if fabric is None else agreed(fabric, stop)
+    asked = stop if fabric is None else any_rank(fabric, stop)
     with stop.handling_signals():
         for run in runs:
             execute(run, inputs, on_event, stop, fabric)
@@ -152,7 +152,7 @@ def execute(
     mirror = None if run.home is None else Mirror(run.folder, run.home)
     fabric = fabric or Devices(run.device, precision=benchmark.precision).fabric()
     first = fabric.global_rank == 0
-    stop = agreed(fabric, stop)
+    stop = any_rank(fabric, stop)
     backbone, source = inputs.of(benchmark)
     surroundings = environment(backbone, source, fabric)
     if run.point is None:

@@ -94,7 +94,7 @@ def learn(
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.shutdown import ShutdownFlag
     from coda_prompt.training.checkpointing import heed
-    from coda_prompt.training.devices import agreed
+    from coda_prompt.training.devices import any_rank
 
     devices = dataclasses.replace(devices, precision=precision or "32-true")
     stop = ShutdownFlag()
@@ -126,7 +126,7 @@ def learn(
                 print_line(console, f"warning: {warning}", style="yellow")
             heeding.enter_context(stop.handling_signals())
 
-        asked = agreed(fabric, stop)
+        asked = any_rank(fabric, stop)
         with Going(console) as going:
 
             def tell(event: "Event") -> None:

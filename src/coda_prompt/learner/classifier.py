@@ -45,7 +45,7 @@ from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.devices import Devices, agreed
+from coda_prompt.training.devices import Devices, any_rank
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.queries import QueryMode
@@ -189,7 +189,7 @@ class ContinualClassifier:
             if progress is not None:
                 identity = self._identity(images, training, validation)
                 first = self._fabric.global_rank == 0
-                stop = agreed(self._fabric, stop)
+                stop = any_rank(self._fabric, stop)
                 checkpointer = Checkpointer(progress, identity, writes=first, stop=stop)
                 held = checkpointer.other_training and checkpointer.other_training.identity
                 if isinstance(held, dict) and held.get("tasks") == identity["tasks"]:

@@ -1,6 +1,6 @@
-"""Where one training runs: devices of this machine, or the processes torchrun or Slurm started.
+"""Devices and processes of one training, on this machine or started by torchrun or Slurm.
 
-Every process runs the same command; the first one alone writes files and speaks.
+Every rank runs the same command. Only rank 0 writes files and logs.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ from coda_prompt.shutdown import exit_with_parent
 Strategy = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 PARENT = "CODA_PARENT"
-"""The variable in which a process that is started here finds whose it is."""
-PATIENCE = 10.0
-"""Seconds a process has to notice that another one is gone."""
-HARMLESS = (
-    "Grad strides do not match bucket view",  # of a dimension of size 1, where they mean nothing
-    "FSDP2-wrapped module",  # of in-place changes to what a block gives: there is none
+"""Environment variable with the process id of rank 0 for the ranks it starts."""
+GRACE_SECONDS = 10.0
+"""How long rank 0 may take to notice a failed rank itself and report a better error."""
+HARMLESS_WARNINGS = (
+    "Grad strides do not match bucket view",  # only of dimensions of size 1
+    "FSDP2-wrapped module",  # about in-place changes to a block's output, which we do not make
 )
-"""Warnings of torch that are not about us."""
-PROBLEM = "coda-problem"
-"""Where a process that fails leaves the reason for the one that speaks."""
+ERROR_KEY = "coda-problem"
+"""Key under which a failing rank leaves its error message in the distributed store."""
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Starts the other processes of this machine, which end with this one.
+    """Starts the other ranks of this machine, which exit with this process.
 
-    Fabric's own kills this process as soon as it sees another fail, before it can say why.
+    Fabric's launcher kills rank 0 as soon as another rank fails, before it can report why. The
+    launcher of torchrun (`torch.distributed.launcher`) does not fit either: its agent is a further
+    process, while rank 0 has to be the process the user started (terminal, output, exit code), and
+    it terminates all ranks on a signal instead of letting them finish and checkpoint a step.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +65,7 @@ class _Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=self._watch, daemon=True).start()
-            atexit.register(self._end)
+            atexit.register(self._kill)
         elif PARENT in os.environ:
             exit_with_parent(int(os.environ[PARENT]), CodaError.exit_code)
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -75,65 +77,64 @@ class _Launcher(_SubprocessScriptLauncher):
         del os.environ[PARENT]
 
     def _watch(self) -> None:
-        """A process that fails leaves its reason; one that dies leaves none. Both end all."""
+        """End all ranks when one has failed or died, with the error it left."""
         while True:
             time.sleep(1)
-            codes = [process.poll() for process in self.procs]
-            if any(codes):
-                time.sleep(PATIENCE)  # this one may notice by itself, and say it better
-                reason = escape_control_characters(str(_peer_error()))
-                print(f"coda: {reason}", file=sys.stderr, flush=True)  # noqa: T201
-                self._end()
+            if any(process.poll() for process in self.procs):
+                time.sleep(GRACE_SECONDS)
+                message = escape_control_characters(str(_peer_error()))
+                print(f"coda: {message}", file=sys.stderr, flush=True)  # noqa: T201
+                self._kill()
                 os._exit(CodaError.exit_code)
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         for process in self.procs:
             process.kill()
 
 
 class Double(DoublePrecision):
-    """Float64 to the end: Fabric's own rounds what a module gives, also a loss, to float32."""
+    """Float64 throughout: Fabric's own class rounds the outputs of a module to float32."""
 
     def convert_output(self, data: Any) -> Any:
         return data
 
 
 class Replicated(DDPStrategy):
-    """Every device has all of the method; gradients are averaged.
+    """Every rank has the whole method; gradients are averaged.
 
-    What does not train is the same everywhere from the start and stays so: it is not sent around.
+    Frozen parameters and buffers are equal on all ranks from the start and are not broadcast.
     """
 
     def __init__(self, **settings: Any) -> None:
-        known = inspect.signature(DistributedDataParallel).parameters
-        older = "forward_sync_buffers" not in known  # before torch 2.13
-        settings["broadcast_buffers" if older else "forward_sync_buffers"] = False
+        options = inspect.signature(DistributedDataParallel).parameters
+        new_name = "forward_sync_buffers"  # since torch 2.13
+        settings[new_name if new_name in options else "broadcast_buffers"] = False
         super().__init__(**settings)
-        for words in HARMLESS:
-            warnings.filterwarnings("ignore", words, UserWarning)
+        for message in HARMLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message, UserWarning)
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def place(self, method: Method) -> None:
-        """Once the method is on its device."""
+    def prepare(self, method: Method) -> None:
+        """Prepare a method that is on its device for training."""
         if method.frozen_backbone:
             names = [f"backbone.{name}" for name, _ in method.backbone.named_parameters()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(method, names)
 
 
 class Sharded(Replicated):
-    """The frozen backbone lies in parts on all devices, put together block by block when needed."""
+    """As `Replicated`, but the frozen backbone is sharded over the ranks (FSDP2, per block)."""
 
-    def place(self, method: Method) -> None:
-        super().place(method)
+    def prepare(self, method: Method) -> None:
+        super().prepare(method)
         check_shardable(type(method), method.name)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
         from torch.distributed.tensor import DTensor
 
-        if any(isinstance(own, DTensor) for own in method.backbone.parameters()):
+        if any(isinstance(parameter, DTensor) for parameter in method.backbone.parameters()):
             return
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         for block in method.backbone.blocks:
@@ -141,87 +142,90 @@ class Sharded(Replicated):
             register_fsdp_forward_method(block, "project")
 
 
-def check_shardable(kind: type[Method], name: str) -> None:
-    if not kind.frozen_backbone:
-        problem = f"{name} trains the backbone that fsdp spreads; use ddp"
+def check_shardable(method_type: type[Method], name: str) -> None:
+    """Raise BadOption if a method cannot be trained with a sharded backbone."""
+    if not method_type.frozen_backbone:
+        problem = f"{name} trains the backbone, which fsdp cannot shard; use ddp"
         raise BadOption("the training", "strategy", problem)
 
 
 @dataclass(frozen=True)
 class Devices:
-    """As asked for; what is not said is what torchrun or Slurm started, or else one device."""
+    """The requested devices; by default what torchrun or Slurm started, or one device."""
 
     accelerator: str = "auto"
     devices: int | None = None
-    """Of each node."""
+    """Devices per node."""
     nodes: int | None = None
     strategy: Strategy = "auto"
     precision: Precision = "32-true"
 
     def __post_init__(self) -> None:
-        if self.strategy == "fsdp" and not self.several:
+        if self.strategy == "fsdp" and not self.distributed:
             raise BadOption("the training", "strategy", "fsdp needs more than one device")
 
     @property
-    def several(self) -> bool:
-        """Whether more than one process is to work together."""
-        devices, nodes = _started_outside() or (1, 1)
+    def distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        devices, nodes = _started_externally() or (1, 1)
         return (self.devices or devices) * (self.nodes or nodes) > 1
 
     def fabric(self) -> Fabric:
-        outside = _started_outside()
-        devices, nodes = outside or (1, 1)
-        for field, asked, given in (
+        """Return a Fabric for these devices; `launch_processes` also starts its ranks.
+
+        Raises:
+            BadOption: They do not exist or are not what torchrun or Slurm started.
+        """
+        external = _started_externally()
+        devices, nodes = external or (1, 1)
+        for option, requested, started in (
             ("devices", self.devices, devices),
             ("nodes", self.nodes, nodes),
         ):
-            if outside and asked not in (None, given):
-                problem = f"{asked} are asked for, but {given} were started; leave it out"
-                raise BadOption("the training", field, problem)
+            if external and requested not in (None, started):
+                problem = f"{requested} requested, but {started} were started; omit this option"
+                raise BadOption("the training", option, problem)
         devices, nodes = self.devices or devices, self.nodes or nodes
         strategy: Any = "auto"
-        if self.several:
-            kind = Sharded if self.strategy == "fsdp" else Replicated
-            strategy = kind(cluster_environment=None if outside else LightningEnvironment())
-        arithmetic: dict[str, Any] = {"precision": self.precision}
+        if self.distributed:
+            strategy_type = Sharded if self.strategy == "fsdp" else Replicated
+            environment = None if external else LightningEnvironment()
+            strategy = strategy_type(cluster_environment=environment)
+        precision: dict[str, Any] = {"precision": self.precision}
         if self.precision == "64-true":
-            arithmetic = {"plugins": Double()}
+            precision = {"plugins": Double()}
         try:
             return Fabric(
                 accelerator=self.accelerator,
                 devices=devices,
                 num_nodes=nodes,
                 strategy=strategy,
-                **arithmetic,
+                **precision,
             )
-        except Exception as error:  # what Fabric raises differs from device to device
-            problem = f"{devices} of '{self.accelerator}' cannot be used here ({error})"
+        except Exception as error:  # Fabric's exceptions differ between accelerators
+            problem = f"{devices} x '{self.accelerator}' cannot be used here ({error})"
             raise BadOption("the training", "device", problem) from error
 
     @contextlib.contextmanager
     def launch_processes(self) -> Iterator[Fabric]:
-        """In all processes; what follows, the first one does alone.
+        """Start all ranks and run the block on each; what follows it, rank 0 does alone.
 
-        Where another one fails, the first one says why. A process that leaves while others still
-        talk to it would take them down, so all leave together.
+        If another rank fails, rank 0 raises its error. All ranks leave the block together: one
+        that exits while others communicate with it would make them fail.
         """
         fabric = self.fabric()
         if not isinstance(fabric.strategy, Replicated):
             yield fabric
             return
         try:
-            with _quiet():
+            with _without_info_logs():
                 fabric.launch()
-        except ValueError as error:  # what Slurm says of itself does not fit
+        except ValueError as error:  # Slurm's variables contradict each other
             raise BadOption("the training", "devices", str(error)) from error
-        with contextlib.ExitStack() as stack:
-            if fabric.global_rank:
-                silence = stack.enter_context(open(os.devnull, "w"))
-                stack.enter_context(contextlib.redirect_stdout(silence))
-                stack.enter_context(contextlib.redirect_stderr(silence))
+        with _silent() if fabric.global_rank else contextlib.nullcontext():
             try:
                 yield fabric
-            except Interrupted:  # agreed on by all
+            except Interrupted:  # on all ranks at the same step
                 fabric.barrier()
                 if fabric.global_rank:
                     raise SystemExit from None
@@ -229,10 +233,10 @@ class Devices:
             except (CodaError, OSError) as error:
                 if not fabric.global_rank:
                     raise
-                _store().set(PROBLEM, str(error))
+                _store().set(ERROR_KEY, str(error))
                 raise SystemExit(CodaError.exit_code) from error
             except RuntimeError as error:
-                if not _of_a_lost_process(error):
+                if not _is_lost_connection(error):
                     raise
                 if fabric.global_rank:
                     raise SystemExit(CodaError.exit_code) from error
@@ -243,23 +247,26 @@ class Devices:
                 raise SystemExit
 
 
-def agreed(fabric: Fabric, stop: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether any process was asked to stop: the same answer in all, which have to ask together."""
+def any_rank(fabric: Fabric, flag: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a flag that is true on all ranks if `flag` is true on any.
+
+    All ranks have to ask at the same point.
+    """
     if fabric.world_size == 1:
-        return stop
+        return flag
 
-    def asked() -> bool:
-        votes = torch.tensor(float(stop()), device=fabric.device)
-        return bool(fabric.all_reduce(votes, reduce_op="sum"))
+    def reduced() -> bool:
+        count = torch.tensor(float(flag()), device=fabric.device)
+        return bool(fabric.all_reduce(count, reduce_op="sum"))
 
-    return asked
+    return reduced
 
 
-def _started_outside() -> tuple[int, int] | None:
-    """Devices of a node, and nodes, where something else started the processes."""
+def _started_externally() -> tuple[int, int] | None:
+    """Devices per node and nodes if torchrun or srun started this process."""
     if TorchElasticEnvironment.detect():
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        return here, int(os.environ["WORLD_SIZE"]) // here
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        return devices, int(os.environ["WORLD_SIZE"]) // devices
     if "SLURM_STEP_ID" in os.environ and SLURMEnvironment.detect():  # by srun
         tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
         if tasks % nodes:
@@ -270,17 +277,28 @@ def _started_outside() -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Fabric's words at the start."""
-    before = logging.root.manager.disable
+def _without_info_logs() -> Iterator[None]:
+    """Hide Fabric's messages about the ranks it starts."""
+    level = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
-def _of_a_lost_process(error: RuntimeError) -> bool:
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Discard standard output and error."""
+    with (
+        open(os.devnull, "w") as devnull,
+        contextlib.redirect_stdout(devnull),
+        contextlib.redirect_stderr(devnull),
+    ):
+        yield
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, distributed.DistError) or "gloo" in str(error)
 
 
@@ -290,6 +308,6 @@ def _store() -> Any:
 
 def _peer_error() -> CodaError:
     """The error another rank left in the store; if it left none, it died."""
-    if distributed.is_initialized() and (store := _store()).check([PROBLEM]):
-        return CodaError(store.get(PROBLEM).decode())
+    if distributed.is_initialized() and (store := _store()).check([ERROR_KEY]):
+        return CodaError(store.get(ERROR_KEY).decode())
     return ProcessDied("trains this model", "without an error message")

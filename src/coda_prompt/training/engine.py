@@ -31,7 +31,7 @@ from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
-from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, agreed
+from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.schedule import learning_rate
@@ -386,7 +386,7 @@ class Engine:
         """Whether it is so in any process, where all have to do the same."""
         if not isinstance(self.fabric.strategy, Sharded):
             return here
-        return agreed(self.fabric, lambda: here)()
+        return any_rank(self.fabric, lambda: here)()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -403,7 +403,7 @@ class Engine:
             )
         method.to(self.fabric.device, self._dtype)
         if isinstance(self.fabric.strategy, Replicated):
-            self.fabric.strategy.place(method)
+            self.fabric.strategy.prepare(method)
 
     def _on_device(self, batch: Batch) -> Batch:
         images, labels, positions = (self.fabric.to_device(tensor) for tensor in batch[:3])
