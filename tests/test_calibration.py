@@ -18,7 +18,7 @@ def test_the_temperature_has_the_least_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 7 * torch.randn(400, 5, generator=generator)
     labels = torch.multinomial(torch.softmax(logits / 3, dim=1), 1, generator=generator)[:, 0]
-    found = calibration.fitted_temperature(logits, labels, usual=1.0)
+    found = calibration.fit_temperature(logits, labels, default=1.0)
     assert found == pytest.approx(3, rel=0.15)
 
     def loss(temperature: float) -> float:
@@ -30,10 +30,10 @@ def test_the_temperature_has_the_least_loss() -> None:
 
 def test_a_few_images_that_are_all_right_do_not_make_it_certain() -> None:
     logits = torch.eye(3)
-    found = calibration.fitted_temperature(logits, torch.arange(3), usual=0.1)
+    found = calibration.fit_temperature(logits, torch.arange(3), default=0.1)
     assert 0.03 < found < 0.2
-    assert calibration.merged_temperature([], usual=0.1) == 0.1
-    assert calibration.merged_temperature([(0.2, 30), (5.0, 0)], 0.1) == pytest.approx(0.2)
+    assert calibration.merge_temperatures([], default=0.1) == 0.1
+    assert calibration.merge_temperatures([(0.2, 30), (5.0, 0)], 0.1) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.2])
@@ -62,6 +62,7 @@ def test_probabilities_can_be_believed() -> None:
     images, names = drawings(range(10), test=True)
     found = classifier.evaluate(images, names)
     labels = torch.tensor([classifier.classes_.index(name) for name in names])
-    raw = torch.softmax(classifier._logits(labelled(images, names).split).double(), dim=1)
+    split = labelled(images, names).split
+    raw = torch.softmax(classifier.predictor.split_logits(split, range(len(split))), dim=1)
     assert found.calibration_error < 0.5 * calibration.expected_calibration_error(raw, labels)
     assert found.calibration_error < 0.12

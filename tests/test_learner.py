@@ -156,14 +156,14 @@ def test_what_is_told_after_learning_is_what_is_measured() -> None:
     images, labels = drawings(range(12), 20)
     classifier.learn(images, labels, validation=0)
     held: list[int] = []
-    inner = classifier._task
+    inner = classifier._make_task
 
     def noted(*given: Any) -> Any:
         task = inner(*given)
         held.extend(task.test.indices.tolist())
         return task
 
-    classifier._task = noted  # type: ignore[method-assign]
+    classifier._make_task = noted  # type: ignore[method-assign]
     images, labels = drawings(range(12, 16), 20)
     told = classifier.learn(images, labels)
     chances = classifier.predict_proba(images[held])

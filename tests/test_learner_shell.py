@@ -61,7 +61,7 @@ def test_the_session_of_the_page(session: tuple[Path, dict[str, str]]) -> None:
     assert "30 classes in 3 tasks" in said(session, "coda info")[0]
     assert "back to 20 classes in 2 tasks" in said(session, "coda undo")[0]
     assert "anvil" in said(session, "coda predict")[0]
-    assert "What each task kept" in said(session, "coda evaluate")[0]
+    assert "Accuracy by task" in said(session, "coda evaluate")[0]
 
 
 def test_what_the_page_says_of_old_tasks_is_what_is_measured(
@@ -114,7 +114,8 @@ def test_predictions_through_pipes(session: tuple[Path, dict[str, str]]) -> None
     as_csv = coda("predict", "my-model", *images, "--csv", "--unknown-below", "1", cwd=folder)
     lines = list(csv.DictReader(io.StringIO(as_csv.stdout)))
     assert [line["path"] for line in lines] == images
-    assert {line["label"] for line in lines} == {"unknown"}
+    assert {(line["label"], line["unknown"]) for line in lines} == {("", "true")}
+    assert [line["best"] for line in lines] == [row["label"] for row in rows]
     expected = [row["probability"] for row in rows]
     np.testing.assert_allclose([float(line["probability"]) for line in lines], expected, atol=1e-5)
 

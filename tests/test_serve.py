@@ -101,6 +101,7 @@ def test_what_is_not_likely_is_unknown(client: httpx.Client) -> None:
     assert found["unknown"]
     assert found["label"] is None
     assert len(found["top"]) == 1
+    assert found["best"] == found["top"][0]["label"]
 
 
 def test_what_the_service_tells(client: httpx.Client) -> None:

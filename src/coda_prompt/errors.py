@@ -219,18 +219,6 @@ class ModelChanged(CodaError):
         )
 
 
-class LearnedBefore(CodaError):
-    """Not an error: the command had already finished its work when it was interrupted."""
-
-    exit_code = 0
-
-    def __init__(self, folder: object) -> None:
-        super().__init__(
-            f"{folder}: an earlier run of this command had already learned these images and was "
-            "interrupted while saving. The save is now complete; nothing was learned twice."
-        )
-
-
 class UnfinishedLesson(CodaError):
     def __init__(self, folder: object) -> None:
         super().__init__(

@@ -4,13 +4,14 @@ import contextlib
 import csv
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
+from rich.table import Table
 
 from coda_prompt.cli.options import (
     AsCsv,
@@ -22,6 +23,7 @@ from coda_prompt.cli.options import (
     Images,
     LearnQueries,
     Method,
+    MethodFile,
     Model,
     Precision,
     SkipBad,
@@ -35,6 +37,7 @@ from coda_prompt.cli.options import (
 from coda_prompt.console import (
     ProgressBar,
     decode_file_name,
+    escape_control_characters,
     print_json,
     print_line,
     stderr_console,
@@ -46,22 +49,20 @@ from coda_prompt.errors import (
     BadImages,
     BadOption,
     CorruptFile,
-    LearnedBefore,
     MissingData,
     join_names,
 )
 
 if TYPE_CHECKING:
-    from coda_prompt.data.resolve import Labelled
+    from lightning_fabric import Fabric
+
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.predictor import Prediction
     from coda_prompt.learner.results import Learned
     from coda_prompt.training.devices import Devices
     from coda_prompt.training.settings import Event
 
 app = typer.Typer()
-
-AT_ONCE = 64
-"""Images that are read and predicted together."""
 
 
 @app.command(
@@ -89,70 +90,60 @@ def learn(
 
     Subfolders named like known classes continue these classes. No image is stored.
     """
+    from coda_prompt.data.resolve import labelled
     from coda_prompt.learner import store
     from coda_prompt.learner.advice import summary
-    from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.shutdown import ShutdownFlag
-    from coda_prompt.training.checkpointing import heed
-    from coda_prompt.training.devices import any_rank
 
     devices = dataclasses.replace(devices, precision=precision or "32-true")
-    stop = ShutdownFlag()
-    with devices.launch_processes() as fabric, contextlib.ExitStack() as heeding:
-        console, first = stderr_console(), fabric.global_rank == 0
-        if first:
-            heeding.enter_context(store.exclusive_writer(model))
-        if (model / store.MODEL).exists():
-            classifier = ContinualClassifier.load(model, fabric=fabric)
-            _refuse_changes(classifier, backbone, method)
-        else:
-            given = {"backbone": backbone, "method": method}
-            chosen = {name: value for name, value in given.items() if value is not None}
-            classifier = ContinualClassifier(**chosen, fabric=fabric)
-
-        def tell_start(images: "Labelled", warnings: list[str]) -> None:
-            lesson = f"{images.split.fingerprint()} {images.names}"
-            if first and store.begin_lesson(model, lesson, len(classifier.tasks_)):
+    stop, console = ShutdownFlag(), stderr_console()
+    with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
+        rank_zero = fabric.global_rank == 0
+        if rank_zero:
+            stack.enter_context(store.exclusive_writer(model))
+        classifier = _load_or_create(model, backbone, method, fabric)
+        images = labelled(folder, skip_bad=skip_bad)
+        watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
+        lesson = f"{images.split.fingerprint()} {images.names}"
+        version = len(classifier.tasks_)
+        if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version)):
+            if rank_zero:
                 store.refresh_copies(model)
                 store.end_lesson(model)
-                raise LearnedBefore(model)
-            print_line(
-                console,
-                f"{summary(images)}; {classifier.method_name} on {classifier.backbone_name}",
+            typer.echo(
+                f"coda: {escape_control_characters(str(model))}: an earlier run of this command learned these images "
+                "and was interrupted while saving. The save is complete now; nothing was learned "
+                "twice.",
+                err=True,
             )
-            for problem in images.bad:
-                print_line(console, f"left out: {problem}")
-            for warning in warnings:
-                print_line(console, f"warning: {warning}", style="yellow")
-            heeding.enter_context(stop.handling_signals())
-
-        asked = any_rank(fabric, stop)
-        with Going(console) as going:
-
-            def tell(event: "Event") -> None:
-                heed(asked, event)
-                going.on_event(event)
-
+            return
+        print_line(
+            console, f"{summary(images)}; {classifier.method_name} on {classifier.backbone_name}"
+        )
+        for problem in images.bad:
+            print_line(console, f"left out: {problem}")
+        for warning in classifier.warnings(images, watched):
+            print_line(console, f"warning: {warning}", style="yellow")
+        stack.enter_context(stop.handling_signals())
+        with LearnerProgress(console) as progress:
             learned = classifier.learn(
-                folder,
+                images,
                 validation=val,
-                watch=watch,
-                skip_bad=skip_bad,
+                watch=watched,
                 epochs=epochs,
                 queries=queries,
                 progress=model / store.PROGRESS,
                 stop=stop,
-                on_event=tell,
-                on_start=tell_start,
+                on_event=progress.on_event,
             )
-        if first:
+        if rank_zero:
             classifier.write(model)
             if as_json:
                 print_json(dataclasses.asdict(learned))
             else:
-                _show_learned(learned, classifier, model)
+                _print_learned(learned, classifier, model)
             sys.stdout.flush()
-            store.end_lesson(model)  # from here on the same command is another lesson
+            store.end_lesson(model)  # from now on, the same command is a new lesson
 
 
 @app.command(
@@ -165,6 +156,7 @@ def predict(
     images: Images,
     top: Top = 5,
     unknown_below: UnknownBelow = 0.0,
+    method: MethodFile = None,
     device: Device = "auto",
     skip_bad: SkipBad = False,
     as_json: AsJson = False,
@@ -172,37 +164,42 @@ def predict(
 ) -> None:
     """Predict the class of images."""
     from coda_prompt.data.resolve import image_paths
+    from coda_prompt.data.sources import FileSplit
     from coda_prompt.learner.classifier import ContinualClassifier
 
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
-    classifier = ContinualClassifier.load(model, device=device)
+    predictor = ContinualClassifier.load(model, method=method, device=device).predictor
     if images == ["-"]:
         images = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     paths = image_paths(images)
-    if not skip_bad:
-        missing = [path for path in paths if not Path(path).is_file()]
-        if missing:
-            raise BadImages([BadImage(path, "there is no such file") for path in missing])
+    missing = [] if skip_bad else [path for path in paths if not Path(path).is_file()]
+    if missing:
+        raise BadImages([BadImage(path, "there is no such file") for path in missing])
     if not paths:
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
-    rows = _predictions(classifier, paths, top, unknown_below, skip_bad)
-    if as_csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(["path", "label", "probability"])
-        for row in rows:
-            writer.writerow([row["path"], row["label"], f"{row['probability']:.6f}"])
-    elif as_json:
-        print_json(list(rows))
-    else:
-        heads = ["image", "class", "probability", *(["next best"] if top > 1 else [])]
-        stdout_console().print(table(heads, [_shown(row)[: len(heads)] for row in rows]))
+    with LearnerProgress(stderr_console()) as progress:
+        predictions = predictor.predict(
+            FileSplit(paths, [0] * len(paths)),
+            top=top,
+            unknown_below=unknown_below,
+            on_bad=_print_left_out if skip_bad else None,
+            on_progress=progress.on_pass,
+        )
+        rows = ((decode_file_name(paths[index]), prediction) for index, prediction in predictions)
+        if as_csv:
+            _print_csv(rows)
+        elif as_json:
+            print_json([{"path": path, **prediction.as_dict()} for path, prediction in rows])
+        else:
+            stdout_console().print(_prediction_table(rows, next_best=top > 1))
 
 
 @app.command(epilog="Example: `coda evaluate my-model test-photos/`")
 def evaluate(
     model: Model,
     folder: Folder,
+    method: MethodFile = None,
     device: Device = "auto",
     skip_bad: SkipBad = False,
     as_json: AsJson = False,
@@ -211,19 +208,18 @@ def evaluate(
     from coda_prompt.learner.card import percent
     from coda_prompt.learner.classifier import ContinualClassifier
 
-    classifier = ContinualClassifier.load(model, device=device)
-    with Going(stderr_console()) as going:
-        found = classifier.evaluate(folder, skip_bad=skip_bad, on_event=going.on_event)
-    for problem in found.left_out:
+    classifier = ContinualClassifier.load(model, method=method, device=device)
+    with LearnerProgress(stderr_console()) as progress:
+        evaluation = classifier.evaluate(folder, skip_bad=skip_bad, on_event=progress.on_event)
+    for problem in evaluation.left_out:
         print_line(stderr_console(), f"left out: {problem}")
     if as_json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(evaluation))
         return
-    weakest = sorted(found.classes.items(), key=lambda item: item[1].accuracy)
-    classes = [[name, str(own.images), percent(own.accuracy)] for name, own in weakest]
+    weakest = sorted(evaluation.classes.items(), key=lambda item: item[1].accuracy)
+    classes = [[name, str(each.images), percent(each.accuracy)] for name, each in weakest]
     console = stdout_console()
     console.print(table(["class", "images", "accuracy"], classes, "Classes, weakest first"))
-    then = {number + 1: task for number, task in enumerate(classifier.tasks_)}
     tasks = [
         [
             str(task.number),
@@ -231,15 +227,15 @@ def evaluate(
             str(task.images),
             percent(task.accuracy),
             percent(task.accuracy_own),
-            percent(then[task.number]["accuracy_own"]),
+            percent(classifier.tasks_[task.number - 1]["accuracy_own"]),
         ]
-        for task in found.tasks
+        for task in evaluation.tasks
     ]
-    heads = ["task", "classes", "images", "accuracy", "among own classes", "held out, then"]
-    console.print(table(heads, tasks, "What each task kept"))
+    heads = ["task", "classes", "images", "accuracy", "among own classes", "when learned"]
+    console.print(table(heads, tasks, "Accuracy by task"))
     console.print(
-        f"{found.images} images: {percent(found.accuracy)} right; "
-        f"expected calibration error {percent(found.calibration_error)}"
+        f"{evaluation.images} images: {percent(evaluation.accuracy)} correct; "
+        f"expected calibration error {percent(evaluation.calibration_error)}"
     )
 
 
@@ -254,13 +250,13 @@ def info(model: Model, as_json: AsJson = False) -> None:
     if as_json:
         print_json({**description.model_dump(mode="json"), "bytes": sizes})
         return
-    kept = sizes.get(store.PREVIOUS)
-    undo = "" if kept is None else f" (and {kept / 1e6:.2f} MB to undo the newest task)"
+    previous = sizes.get(store.PREVIOUS)
+    undo = "" if previous is None else f" (and {previous / 1e6:.2f} MB to undo the newest task)"
     console = stdout_console()
     print_line(
         console,
-        f"{decode_file_name(str(model))}: {len(description.classes)} classes in "
-        f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
+        f"{decode_file_name(str(model))}: {len(description.classes)} classes in {len(description.tasks)} "
+        f"tasks, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     rows = [
@@ -275,7 +271,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
         ]
         for number, task in enumerate(description.tasks)
     ]
-    heads = ["task", "date", "new", "continued", "images", "accuracy then", "own classes then"]
+    heads = ["task", "date", "new", "continued", "images", "accuracy", "among own classes"]
     console.print(table(heads, rows))
 
 
@@ -284,114 +280,97 @@ def undo(model: Model) -> None:
     """Undo the newest task: restores the previous version of the model, bit for bit."""
     from coda_prompt.learner import store
 
-    with contextlib.suppress(CorruptFile):  # a folder that is no model is told so
+    with contextlib.suppress(CorruptFile):  # a damaged model can be undone, a missing one cannot
         store.read_model(model)
     with store.exclusive_writer(model):
         store.restore_previous(model)
-    kept = store.read_model(model).description
-    where = decode_file_name(str(model))
-    print_line(
-        stderr_console(), f"{where}: back to {len(kept.classes)} classes in {len(kept.tasks)} tasks"
-    )
+    restored = store.read_model(model).description
+    counts = f"{len(restored.classes)} classes in {len(restored.tasks)} tasks"
+    print_line(stderr_console(), f"{decode_file_name(str(model))}: back to {counts}")
 
 
 @app.command(epilog="Example: `coda export my-model model.onnx`")
 def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
+    method: MethodFile = None,
 ) -> None:
     """Export a model and its backbone as one ONNX graph that runs without torch."""
     from coda_prompt.learner.classifier import ContinualClassifier
 
     if not out.absolute().parent.is_dir():
-        raise MissingData(out.parent, "there is no such folder", "Make it first.")
+        raise MissingData(out.parent, "there is no such folder", "Create it first.")
     if out.is_dir():
         raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
-    ContinualClassifier.load(model).export_onnx(out)
+    ContinualClassifier.load(model, method=method).export_onnx(out)
     print_line(stderr_console(), f"{decode_file_name(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
 
 
-class Going(ProgressBar):
-    """A bar with ETA over the steps of a training or the images of a pass."""
+class LearnerProgress(ProgressBar):
+    """A progress bar over the steps of a training or the images of a pass."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, TimeRemainingColumn())
-        self._line = self.bar.add_task("looking", total=None)
+        self._line = self.bar.add_task("reading images", total=None)
 
     def on_event(self, event: "Event") -> None:
         if event.kind == "pass":
-            self._show("looking at images", event.step, event.steps)
+            self.on_pass(event.step, event.steps)
         elif event.kind in ("step", "epoch"):
-            where = f"learning, epoch {event.epoch + 1}/{event.epochs}, loss {event.loss:.2f}"
+            status = f"learning, epoch {event.epoch + 1}/{event.epochs}, loss {event.loss:.2f}"
             done = event.epoch * event.steps + event.step
-            self._show(where, done, event.epochs * event.steps)
+            self._update(status, done, event.epochs * event.steps)
 
-    def _show(self, what: str, done: int, total: int) -> None:
-        self.bar.update(self._line, description=what, completed=done, total=total)
+    def on_pass(self, done: int, total: int) -> None:
+        self._update("reading images", done, total)
 
-
-def _predictions(
-    classifier: "ContinualClassifier",
-    paths: Sequence[str],
-    top: int,
-    unknown_below: float,
-    skip_bad: bool,
-) -> Iterator[dict[str, Any]]:
-    """A row for each image, as they come."""
-    from coda_prompt.learner.advice import UNKNOWN
-    from coda_prompt.training.settings import Event
-
-    classes = classifier.classes_
-    with Going(stderr_console()) as going:
-        for start in range(0, len(paths), AT_ONCE):
-            images, names, bad = _opened(paths[start : start + AT_ONCE], classifier.shortest_side)
-            if bad and not skip_bad:
-                raise BadImages(bad)
-            for problem in bad:
-                print_line(stderr_console(), f"left out: {problem}")
-            chances: Any = classifier.predict_proba(images) if images else []
-            for name, own in zip(names, chances, strict=True):
-                best = own.argsort()[::-1][: max(1, top)]
-                ranked = [{"label": classes[row], "probability": float(own[row])} for row in best]
-                sure = float(own[best[0]])
-                label = classes[best[0]] if sure >= unknown_below else UNKNOWN
-                yield {"path": name, "label": label, "probability": sure, "top": ranked}
-            done = min(start + AT_ONCE, len(paths))
-            going.on_event(Event("pass", 0, 0, step=done, steps=len(paths)))
+    def _update(self, status: str, done: int, total: int) -> None:
+        self.bar.update(self._line, description=status, completed=done, total=total)
 
 
-def _opened(paths: Sequence[str], min_side: int) -> tuple[list[Any], list[str], list[BadImage]]:
-    from coda_prompt.data.images import open_image
+def _load_or_create(
+    model: Path, backbone: str | None, method: str | None, fabric: "Fabric"
+) -> "ContinualClassifier":
+    """Load the model in a folder, or make a new one if there is none."""
+    from coda_prompt.learner import store
+    from coda_prompt.learner.classifier import ContinualClassifier
 
-    images, names, bad = [], [], []
-    for path in paths:
-        try:
-            images.append(open_image(path, min_side))
-            names.append(decode_file_name(path))
-        except BadImage as problem:
-            bad.append(problem)
-    return images, names, bad
-
-
-def _shown(row: dict[str, Any]) -> list[str]:
-    others = [f"{each['label']} {100 * each['probability']:.0f} %" for each in row["top"][1:]]
-    return [row["path"], row["label"], f"{100 * row['probability']:.1f} %", ", ".join(others)]
-
-
-def _refuse_changes(
-    classifier: "ContinualClassifier", backbone: str | None, method: str | None
-) -> None:
-    """A model stays what it was made as."""
-    for name, given, held in (
-        ("backbone", backbone, classifier.backbone_name),
-        ("method", method, classifier.method_name),
-    ):
-        if given not in (None, held):
-            problem = f"this model was made with {held}; make another model for {given}"
-            raise BadOption("coda learn", name, problem)
+    if not (model / store.MODEL).exists():
+        options = {"backbone": backbone, "method": method}
+        chosen = {name: value for name, value in options.items() if value is not None}
+        return ContinualClassifier(**chosen, fabric=fabric)
+    classifier = ContinualClassifier.load(model, method=method, fabric=fabric)
+    if backbone not in (None, classifier.backbone_name):
+        problem = f"this model was made with {classifier.backbone_name}; make another model"
+        raise BadOption("coda learn", "backbone", f"{problem} for {backbone}")
+    return classifier
 
 
-def _show_learned(learned: "Learned", classifier: "ContinualClassifier", model: Path) -> None:
+def _print_left_out(problem: BadImage) -> None:
+    print_line(stderr_console(), f"left out: {problem}")
+
+
+def _print_csv(rows: Iterable[tuple[str, "Prediction"]]) -> None:
+    """Print one line per image; `label` is empty if the class is unknown."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["path", "label", "unknown", "best", "probability"])
+    for path, each in rows:
+        unknown = str(each.unknown).lower()
+        writer.writerow([path, each.label or "", unknown, each.best, f"{each.probability:.6f}"])
+
+
+def _prediction_table(rows: Iterable[tuple[str, "Prediction"]], *, next_best: bool) -> Table:
+    heads = ["image", "class", "probability", *(["next best"] if next_best else [])]
+    cells = []
+    for path, each in rows:
+        label = f"unknown (best guess: {each.best})" if each.unknown else each.best
+        others = [f"{other.label} {100 * other.probability:.0f} %" for other in each.top[1:]]
+        line = [path, label, f"{100 * each.probability:.1f} %", ", ".join(others)]
+        cells.append(line[: len(heads)])
+    return table(heads, cells)
+
+
+def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model: Path) -> None:
     from coda_prompt.learner import store
     from coda_prompt.learner.card import percent
 

@@ -103,7 +103,16 @@ Backbone = Annotated[
 ]
 Method = Annotated[
     str | None,
-    typer.Option(help="Method of a new model: a name (see `coda methods`) or `file.py:Class`."),
+    typer.Option(
+        help="Method of a new model: a name (see `coda methods`) or `file.py:Class`, which has to "
+        "be named every time the model is used."
+    ),
+]
+MethodFile = Annotated[
+    str | None,
+    typer.Option(
+        "--method", help="`file.py:Class`, only for a model made with a method of your own."
+    ),
 ]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the images.")]
 LearnQueries = Annotated[
@@ -129,7 +138,7 @@ Images = Annotated[
 Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes to list.")]
 UnknownBelow = Annotated[
     float,
-    typer.Option(min=0, max=1, help="Answer `unknown` if the probability is below this."),
+    typer.Option(min=0, max=1, help="Unknown if the most probable class is below this."),
 ]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")]
 Benchmark = Annotated[

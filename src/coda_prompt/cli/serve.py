@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coda_prompt.cli.options import Device
+from coda_prompt.cli.options import Device, MethodFile
 from coda_prompt.console import print_line, stderr_console
 from coda_prompt.errors import BadOption, MissingExtra
 
@@ -41,6 +41,7 @@ def serve(
         str | None, typer.Option(envvar="CODA_TOKEN", help="What callers have to show.")
     ] = None,
     batching: Annotated[bool, typer.Option(help="Gather concurrent requests.")] = True,
+    method: MethodFile = None,
     device: Device = "auto",
 ) -> None:
     """Answer and learn over HTTP, with a page to draw, teach and see."""
@@ -59,7 +60,7 @@ def serve(
         raise BadOption("coda serve", "token", problem)
     door = Door(token, LOOPBACK if inside else None)
     with _folder(model) as folder, _listening(host, port) as listener:
-        service = make_app(Service(folder, batching=batching, device=device), door)
+        service = make_app(Service(folder, batching=batching, device=device, method=method), door)
         name = f"[{host}]" if ":" in host else host
         print_line(
             stderr_console(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)"

@@ -84,6 +84,8 @@ def labelled(
 
     `part` is which part of a dataset of the hub is meant by its name.
     """
+    if isinstance(data, Labelled):
+        return data
     found = _labelled(data, labels, part, skip_bad)
     present = np.unique(found.split.labels)
     if not len(present):

@@ -1,71 +1,86 @@
-"""Probabilities that can be believed: one temperature, fitted on held-out images."""
+"""Calibrated probabilities: temperature scaling, fitted on held-out images.
+
+Guo et al., "On Calibration of Modern Neural Networks", ICML 2017 (https://arxiv.org/abs/1706.04599).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-COLDEST, HOTTEST = 1e-3, 1e3
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 BINS = 10
 PRIOR_IMAGES = 10
-"""How many held-out images weigh as much as what is known of the method's scores beforehand."""
+"""Number of held-out images that weigh as much as the method's default temperature."""
 
 
-def fitted_temperature(logits: Tensor, labels: Tensor, usual: float) -> float:
-    """The temperature with the least negative log-likelihood, by golden section of its logarithm.
+def fit_temperature(logits: Tensor, labels: Tensor, default: float) -> float:
+    """Return the temperature with the smallest negative log-likelihood.
 
-    A few images that are all right would ask for certainty: the square of log(T / usual) counts as
-    much as the likelihood of some images does.
+    A few images that are all classified correctly would drive the temperature to zero; a penalty
+    on log(T / default)^2, worth `PRIOR_IMAGES` images, prevents this.
+
+    The minimum over log(T) is found by golden-section search rather than by scipy.optimize: it is
+    ten lines, its result is the same on every machine, and importing scipy would slow down every
+    `coda` command.
+
+    Args:
+        logits: N x classes.
+        labels: The correct class of each row.
+        default: The temperature to use without held-out images.
     """
     logits = logits.double()
     weight = PRIOR_IMAGES / len(labels)
-    low, high = math.log(COLDEST), math.log(HOTTEST)
+
+    def loss(log_temperature: float) -> float:
+        likelihood = float(F.cross_entropy(logits / math.exp(log_temperature), labels))
+        return likelihood + weight * (log_temperature - math.log(default)) ** 2
+
+    low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
     ratio = (math.sqrt(5) - 1) / 2
-
-    def loss(place: float) -> float:
-        likelihood = float(F.cross_entropy(logits / math.exp(place), labels))
-        return likelihood + weight * (place - math.log(usual)) ** 2
-
     left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = loss(left), loss(right)
+    loss_left, loss_right = loss(left), loss(right)
     for _ in range(60):
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
+        if loss_left <= loss_right:
+            high, right, loss_right = right, left, loss_left
             left = high - ratio * (high - low)
-            at_left = loss(left)
+            loss_left = loss(left)
         else:
-            low, left, at_left = left, right, at_right
+            low, left, loss_left = left, right, loss_right
             right = low + ratio * (high - low)
-            at_right = loss(right)
+            loss_right = loss(right)
     return math.exp((low + high) / 2)
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
-    """The mean gap between how sure the classifier is and how often it is right, in ten bins."""
-    sure, chosen = probabilities.max(dim=1)
-    right = (chosen == labels).double()
-    bins = (sure * BINS).long().clamp(max=BINS - 1)
-    gap = 0.0
-    for place in range(BINS):
-        inside = bins == place
-        if inside.any():
-            gap += float(
-                inside.double().mean() * (right[inside].mean() - sure[inside].mean()).abs()
-            )
-    return gap
+    """Return the mean gap between confidence and accuracy over ten bins of confidence.
+
+    Args:
+        probabilities: N x classes.
+        labels: The correct class of each row.
+    """
+    confidence, predicted = probabilities.max(dim=1)
+    correct = (predicted == labels).double()
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    error = 0.0
+    for number in bins.unique().tolist():
+        inside = bins == number
+        gap = (correct[inside].mean() - confidence[inside].mean()).abs()
+        error += float(inside.double().mean() * gap)
+    return error
 
 
-def merged_temperature(tasks: Sequence[tuple[float, int]], usual: float) -> float:
-    """Of (temperature, images it was fitted on) of each task: their geometric mean, weighted."""
-    images = sum(count for _, count in tasks)
+def merge_temperatures(fits: Sequence[tuple[float, int]], default: float) -> float:
+    """Return the geometric mean of the tasks' temperatures, weighted by images.
+
+    Args:
+        fits: Temperature of each task and the number of images it was fitted on.
+        default: The temperature to use without held-out images.
+    """
+    images = sum(count for _, count in fits)
     if not images:
-        return usual
-    return math.exp(sum(count * math.log(value) for value, count in tasks) / images)
-
-
-def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    return torch.softmax(logits / temperature, dim=1)
+        return default
+    return math.exp(sum(count * math.log(value) for value, count in fits) / images)

@@ -1,11 +1,11 @@
-"""A classifier that keeps learning: new classes, more images of old ones, no old image kept."""
+"""`ContinualClassifier`: an image classifier that learns new classes without storing old images."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from coda_prompt import __version__, methods
-from coda_prompt.data.images import Augmentation, eval_view, required_min_side
+from coda_prompt.data.images import Augmentation
 from coda_prompt.data.resolve import Labelled, labelled, unlabelled
-from coda_prompt.data.sources import Split
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import (
     BackboneMismatch,
+    BadMethod,
     BadOption,
     CorruptFile,
+    HashMismatch,
     ModelChanged,
     NothingToUndo,
     NotLearned,
@@ -34,17 +34,17 @@ from coda_prompt.errors import (
 from coda_prompt.learner import advice, store
 from coda_prompt.learner.calibration import (
     expected_calibration_error,
-    fitted_temperature,
-    merged_temperature,
-    probabilities,
+    fit_temperature,
+    merge_temperatures,
 )
+from coda_prompt.learner.predictor import Prediction, Predictor
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
-from coda_prompt.model.catalog import LoadedBackbone, load_backbone
+from coda_prompt.model.catalog import load_backbone
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.storage.files import as_json
-from coda_prompt.training.checkpointing import Checkpointer
+from coda_prompt.storage.files import as_json, file_sha256
+from coda_prompt.training.checkpointing import Checkpointer, heed
 from coda_prompt.training.devices import Devices, any_rank
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -53,9 +53,9 @@ from coda_prompt.training.settings import Event, Training
 from coda_prompt.training.snapshot import Snapshot
 
 DEFAULT_METHOD = "ranpac"
-LARGEST_PROJECTION = 2048
-"""Random features of RanPAC in a model: its statistics take 8 MB then, whatever the backbone."""
-FEWEST_TO_HOLD_OUT, FEWEST_TO_TRAIN = 5, 2
+MAX_PROJECTION = 2048
+"""Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
+MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
 POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
 POCKET_AUGMENTATION = Augmentation(scale=(0.6, 1.0), ratio=(0.8, 1.25), flip=0.5)
 
@@ -63,11 +63,33 @@ OnEvent = Callable[[Event], None]
 
 
 class ContinualClassifier:
-    """Learns classes task after task on a frozen backbone. What it keeps are not images.
+    """Classify images, and learn new classes at any time on top of a frozen backbone.
 
-    `options` are those of the method (`coda methods NAME` lists them) and of the training
-    (`epochs`, `batch_size`, `learning_rate`, `seed`, ...). `fabric`, already launched, says
-    instead of `device` which devices share the work; every process makes the same calls then.
+    Every call of `learn` is one lesson: it adds classes, or continues classes with more images.
+    Images of earlier lessons are not stored and not needed again.
+
+    Args:
+        backbone: A name (`coda backbones` lists them) or the path of a `.safetensors` file.
+        method: A name (`coda methods` lists them) or `path/to/file.py:Class`.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        fabric: A launched Fabric, instead of `device`: the devices that share the work. Every
+            process then makes the same calls.
+        **options: Options of the method (`coda methods NAME` lists them) and of the training
+            (`epochs`, `batch_size`, `learning_rate`, `seed`, ...).
+
+    Raises:
+        BadOption: The method needs old images again or trains the backbone, or an option has an
+            unusable value.
+        UnknownName: There is no such backbone, method or option.
+
+    Example:
+        ```python
+        classifier = ContinualClassifier(backbone="vit-b16-in21k")
+        classifier.learn("photos")  # photos/cat/*.jpg, photos/dog/*.jpg, ...
+        classifier.learn("more-photos")
+        classifier.predict(["image.jpg"])
+        classifier.save("my-model")
+        ```
     """
 
     def __init__(
@@ -79,62 +101,76 @@ class ContinualClassifier:
         fabric: Fabric | None = None,
         **options: Any,
     ) -> None:
-        _refuse_unfit(method)
-        self.backbone_name, self.method_name = backbone, method
+        entry = methods.find(method)
+        _check_suitable(entry, method)
+        self.backbone_name, self.method_name = backbone, entry.name
+        self._method_sha256 = entry.sha256
         self._fabric = fabric or Devices(device).fabric()
-        self._backbone: LoadedBackbone = load_backbone(backbone)
-        of_training = {name: options.pop(name) for name in list(options) if name in _TRAINING}
-        if "width" in methods.find(method).type.Config.__dataclass_fields__:
-            features = self._backbone.vit.config.width
-            options.setdefault("width", min(LARGEST_PROJECTION, 16 * features))
-            options.setdefault("blend", True)
-            options.setdefault("balance", True)
-        self._method = methods.make(method, self._backbone.vit, **options)
-        pocket = POCKET_TRAINING if backbone == "pocket" else {}
-        self._training: Training = make_config(Training, "the training", {**pocket, **of_training})
+        self._backbone = load_backbone(backbone)
+        training = {name: options.pop(name) for name in list(options) if name in _TRAINING_FIELDS}
+        if "width" in entry.type.Config.__dataclass_fields__:
+            width = min(MAX_PROJECTION, 16 * self._backbone.vit.config.width)
+            options = {"width": width, "blend": True, "balance": True, **options}
+        config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
+        self._method = entry.type(self._backbone.vit, config).to(self._fabric.device)
+        self._method.name = entry.name
+        pocket = backbone == "pocket"
+        self._training = make_config(
+            Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
+        )
         self._views = (
             Views(self._backbone.preprocessing, POCKET_AUGMENTATION, "squash")
-            if backbone == "pocket"
+            if pocket
             else Views(self._backbone.preprocessing)
         )
         self._tasks: list[TaskRecord] = []
-        self._current: store.Model | None = None
-        """As it was read or written, where nothing has changed since."""
+        self._saved: store.Model | None = None
+        """The model as read or written; None if it has changed since."""
         self._previous: store.Model | Path | None = None
-        """Before the newest task; a folder: to be read there when it is needed."""
-        self._kept: Checkpointer | None = None
-        """A training that is on disk until what it learned is saved."""
+        """The model before the newest task, or the folder to read it from when needed."""
+        self._checkpointer: Checkpointer | None = None
+        """Checkpoints of the newest task, removed when the model is saved."""
         self._home: tuple[Path, str | None] | None = None
-        """The folder it was read from or saved to, and the hash of the model there."""
+        """The folder last read or written, and the hash of the model in it."""
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Of the frozen backbone: a hash of all its weights, which takes its time."""
+        """Hash of the backbone's weights."""
         return self._backbone.vit.fingerprint()
 
     @property
     def classes_(self) -> list[str]:
-        """Names, in the order in which they were learned."""
+        """Class names, in the order in which they were learned."""
         return [name for task in self._tasks for name in task.new]
 
     @property
     def tasks_(self) -> list[dict[str, Any]]:
-        """What each `learn` brought: date, classes, images, accuracy at the time."""
+        """One record for each lesson: date, classes, images, accuracy at the time."""
         return [task.model_dump() for task in self._tasks]
 
     @property
-    def shortest_side(self) -> int:
-        """Preprocessing an image to be classified needs; a larger one is not seen more exactly."""
-        return required_min_side(self._backbone.preprocessing, None)
+    def temperature(self) -> float:
+        """Divides the logits before they become probabilities; fitted on held-out images."""
+        fits = [(task.temperature, task.fitted_on) for task in self._tasks]
+        return merge_temperatures(fits, self._method.temperature)
 
     @property
-    def temperature(self) -> float:
-        """What scores are divided by before they become probabilities."""
-        return self._merged(self._tasks)
+    def predictor(self) -> Predictor:
+        """Classifies images with what has been learned so far.
 
-    def _merged(self, tasks: list[TaskRecord]) -> float:
-        fits = [(task.temperature, task.fitted_on) for task in tasks]
-        return merged_temperature(fits, self._method.temperature)
+        Raises:
+            NotLearned: No class has been learned yet.
+        """
+        if not self._tasks:
+            raise NotLearned([], [])
+        return Predictor(
+            self._method,
+            self._views.preprocessing,
+            self._views.resize,
+            self.classes_,
+            self.temperature,
+            self._fabric,
+        )
 
     # -- learning
 
@@ -151,114 +187,150 @@ class ContinualClassifier:
         progress: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
         on_event: OnEvent | None = None,
-        on_start: Callable[[Labelled, list[str]], None] | None = None,
     ) -> Learned:
-        """Learn the classes of `data`, new ones and more images of known ones.
+        """Learn the classes of `data`: new classes, and more images of known ones.
 
-        `data` is a folder of class folders, `hub:owner/name`, a dataset of (image, label) pairs, or
-        with `labels` paths, PIL images or arrays. `validation` is the share of each class held out
-        to measure and to calibrate. `watch` are labelled images of classes known before, tested
-        before and after: what the task made the model forget. `epochs` and `queries` are for this
-        task alone. `progress` is a folder in which the training is kept: the same call goes on
-        where one was stopped, by `stop` or by force, and `save` removes it.
+        If this fails or is interrupted, the classifier is left unchanged.
 
-        Where this fails or is interrupted, the classifier is as it was.
+        Args:
+            data: A folder of class folders, `hub:owner/name`, `shards:` and a path, or a dataset
+                of (image, label) pairs. Together with `labels`: paths, PIL images or arrays.
+            labels: Class names, one for each image.
+            validation: Share of each class that is held out to measure accuracy and to calibrate
+                probabilities.
+            watch: Labelled images of known classes. They are evaluated before and after, to show
+                what this lesson made the model forget.
+            skip_bad: Leave out images that cannot be read instead of failing.
+            epochs: Passes over the images, for this lesson only.
+            queries: Where prompt queries come from, for this lesson only.
+            progress: A folder for checkpoints. The same call resumes an interrupted one from
+                there; `save` removes the folder.
+            stop: Polled between steps and batches; once true, the lesson is checkpointed and ends.
+            on_event: Called with the progress of the training.
+
+        Returns:
+            What was learned and how accurate it is.
+
+        Raises:
+            BadImages: Images that cannot be read, without `skip_bad`.
+            BadOption: The data or an option cannot be used.
+            Interrupted: `stop` became true.
+            UnfinishedLesson: `progress` has checkpoints of a different lesson.
+
+        Example:
+            ```python
+            learned = classifier.learn("photos", watch="validation-photos")
+            print(learned.accuracy, learned.forgotten)
+            ```
         """
-        if not 0 <= validation < 1:
-            raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
-        if epochs is not None and self._method.closed_form:
-            problem = f"{self.method_name} has nothing to train; leave it out"
-            raise BadOption("learn", "epochs", problem)
+        self._check_lesson_options(validation, epochs)
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
-        known = self.classes_
-        found = advice.warnings(images, known, self.backbone_name, self._backbone.preprocessing)
-        if watched is not None and not set(watched.names) & set(known):
-            found.append("none of the watched classes was known before: nothing to forget yet")
-        if on_start is not None:
-            on_start(images, found)
+        warnings = self.warnings(images, watched)
+        stop = any_rank(self._fabric, stop)
+        known, records = self.classes_, self._tasks
         previous = self._model() if known else None
-        before, records = Snapshot(self._method), list(self._tasks)
-        watched_before = self._accuracy_by_class(watched, known, on_event)
-        new = [name for name in images.names if name not in known]
-        task = self._task(images, [*known, *new], validation)
+        snapshot = Snapshot(self._method)
         try:
-            training = self._training_of(epochs=epochs, queries=queries)
+            before = self._watched_accuracies(watched, known, stop, on_event)
+            task = self._make_task(images, validation)
+            training = self._lesson_training(epochs=epochs, queries=queries)
             checkpointer = None
             if progress is not None:
-                identity = self._identity(images, training, validation)
-                first = self._fabric.global_rank == 0
-                stop = any_rank(self._fabric, stop)
-                checkpointer = Checkpointer(progress, identity, writes=first, stop=stop)
-                held = checkpointer.other_training and checkpointer.other_training.identity
-                if isinstance(held, dict) and held.get("tasks") == identity["tasks"]:
-                    raise UnfinishedLesson(progress)
-            self._engine(on_event, training).learn(self._method, task, checkpointer=checkpointer)
-            record = self._record(images, new, len(task.test))
-            self._tasks = [*records, record]
+                identity = self._lesson_identity(images, training, validation)
+                checkpointer = self._open_checkpoints(progress, identity, stop)
+            self._train(task, training, checkpointer, stop, on_event)
+            self._tasks = [*records, self._record(images, task)]
             if len(task.test):
-                record = self._measured(record, task, on_event)
-                self._tasks = [*records, record]
-            watched_after = self._accuracy_by_class(watched, known, on_event)
+                self._measure(task, stop, on_event)
+            after = self._watched_accuracies(watched, known, stop, on_event)
         except BaseException:
-            before.restore()
+            snapshot.restore()
             self._tasks = records
             raise
-        self._kept = checkpointer
-        self._current, self._previous = None, previous
+        self._checkpointer = checkpointer
+        self._saved, self._previous = None, previous
+        record = self._tasks[-1]
         return Learned(
-            tuple(record.new),
-            tuple(record.continued),
-            record.images,
-            record.held_out,
-            record.accuracy,
-            record.accuracy_own,
-            record.calibration_error,
-            time.perf_counter() - started,
-            tuple(found),
-            tuple(str(problem) for problem in images.bad),
-            {
-                name: (watched_before[name].accuracy, watched_after[name].accuracy)
-                for name in watched_before
-            },
+            new=tuple(record.new),
+            continued=tuple(record.continued),
+            images=record.images,
+            held_out=record.held_out,
+            accuracy=record.accuracy,
+            accuracy_own=record.accuracy_own,
+            calibration_error=record.calibration_error,
+            seconds=time.perf_counter() - started,
+            warnings=tuple(warnings),
+            left_out=tuple(str(problem) for problem in images.bad),
+            forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
         )
 
+    def warnings(self, images: Labelled, watched: Labelled | None = None) -> list[str]:
+        """Return what a person should know before these images are learned."""
+        known = self.classes_
+        warnings = advice.warnings(images, known, self.backbone_name, self._views.preprocessing)
+        if watched is not None and not set(watched.names) & set(known):
+            warnings.append("none of the watched classes is known yet: nothing to forget")
+        return warnings
+
     def undo(self) -> None:
-        """Back to the classifier before the newest task, bit for bit."""
-        previous = self._past()
+        """Restore the model as it was before the newest lesson, bit for bit.
+
+        Raises:
+            NothingToUndo: There is no earlier version; only one is stored.
+        """
+        previous = self._previous_model()
         if previous is None:
             raise NothingToUndo("The classifier")
-        self._take(previous, "the previous version")
-        self._current, self._previous = previous, None
+        self._set_state(previous, "the previous version")
+        self._saved, self._previous = previous, None
 
     # -- predicting
 
     def predict(self, data: Any) -> NDArray[np.str_]:
-        """The name of each image's class: one or many paths, PIL images or arrays."""
-        chosen = self._logits(unlabelled(data)).argmax(dim=1).tolist()
-        classes = self.classes_
-        return np.array([classes[row] for row in chosen], dtype=str)
+        """Return the most likely class of each image.
+
+        Args:
+            data: One or many paths, PIL images, arrays or tensors; a folder stands for the images
+                in it.
+
+        Returns:
+            One class name for each image.
+
+        Raises:
+            BadImages: Images that cannot be read.
+            NotLearned: No class has been learned yet.
+        """
+        return np.array([each.best for each in self.predictions(data, top=1)], dtype=str)
+
+    def predictions(
+        self, data: Any, *, top: int = 5, unknown_below: float = 0.0
+    ) -> list[Prediction]:
+        """Return the most likely classes of each image with their probabilities.
+
+        Args:
+            data: One or many paths, PIL images, arrays or tensors.
+            top: Number of classes to name.
+            unknown_below: An image is unknown if its most likely class is less likely than this.
+
+        Example:
+            ```python
+            (prediction,) = classifier.predictions("image.jpg", unknown_below=0.5)
+            print("unknown" if prediction.unknown else prediction.label, prediction.probability)
+            ```
+        """
+        found = self.predictor.predict(unlabelled(data), top=top, unknown_below=unknown_below)
+        return [prediction for _, prediction in found]
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
-        """N x classes, in the order of `classes_`; calibrated on held-out images."""
-        scores = self._logits(unlabelled(data)).double()
-        return probabilities(scores, self.temperature).numpy()
-
-    def view(self, image: Image.Image) -> Tensor:
-        """An image as `probabilities_of` takes it."""
-        return eval_view(image, self._backbone.preprocessing, self._views.resize)
-
-    def probabilities_of(self, views: Tensor) -> NDArray[np.float64]:
-        """As `predict_proba`, of a batch of views: nothing but the passes, for a service."""
-        if not self._tasks:
-            raise NotLearned([], [])
-        with torch.inference_mode():
-            scores = self._method.logits(views.to(self._fabric.device)).float().cpu()
-        return probabilities(scores.double(), self.temperature).numpy()
+        """Return calibrated probabilities, images x classes, in the order of `classes_`."""
+        predictor, images = self.predictor, unlabelled(data)
+        logits = predictor.split_logits(images, range(len(images)))
+        return predictor.graph.probabilities(logits).numpy()
 
     def score(self, data: Any, labels: Any = None) -> float:
-        """The share of images whose class is right."""
+        """Return the share of images that are classified correctly."""
         return self.evaluate(data, labels).accuracy
 
     def evaluate(
@@ -269,63 +341,69 @@ class ContinualClassifier:
         skip_bad: bool = False,
         on_event: OnEvent | None = None,
     ) -> Evaluation:
-        """Accuracy over all, of each class and of each task, among all classes known."""
+        """Measure accuracy overall, for each class and for each lesson, among all known classes.
+
+        Args:
+            data: Labelled images, as for `learn`.
+            labels: Class names, one for each image.
+            skip_bad: Leave out images that cannot be read instead of failing.
+            on_event: Called with the progress.
+
+        Raises:
+            BadImages: Images that cannot be read, without `skip_bad`.
+            NotLearned: The images have classes that were not learned.
+        """
         images = labelled(data, labels, part="test", skip_bad=skip_bad)
-        classes = self.classes_
-        unknown = [name for name in images.names if name not in classes]
-        if unknown:
-            raise NotLearned(unknown, classes)
-        rows = _rows(images, classes)
-        scores = self._logits(images.split, on_event=on_event)
-        right = (scores.argmax(dim=1) == rows).double()
+        classes, predictor = self.classes_, self.predictor
+        not_learned = [name for name in images.names if name not in classes]
+        if not_learned:
+            raise NotLearned(not_learned, classes)
+        truth = _rows(images.names, classes)[images.split.labels]
+        logits = predictor.split_logits(
+            images.split, range(len(truth)), on_progress=_pass_events(on_event)
+        )
         tasks = []
-        for number, task in enumerate(self._tasks):
-            own = torch.tensor([classes.index(name) for name in task.new], dtype=torch.int64)
-            inside = torch.isin(rows, own)
+        for number, task in enumerate(self._tasks, 1):
+            own = _rows(task.new, classes)
+            inside = torch.isin(truth, own)
             if inside.any():
-                among = own[scores[inside][:, own].argmax(dim=1)] == rows[inside]
-                tasks.append(
-                    TaskAccuracy(
-                        number + 1,
-                        tuple(task.new),
-                        int(inside.sum()),
-                        float(right[inside].mean()),
-                        float(among.double().mean()),
-                    )
-                )
-        calibrated = probabilities(scores.double(), self.temperature)
+                accuracies = _accuracy(logits[inside], truth[inside], own)
+                tasks.append(TaskAccuracy(number, tuple(task.new), int(inside.sum()), *accuracies))
         return Evaluation(
-            len(rows),
-            float(right.mean()),
-            expected_calibration_error(calibrated, rows),
-            _by_class(images, right),
-            tuple(tasks),
-            tuple(str(problem) for problem in images.bad),
+            images=len(truth),
+            accuracy=float((logits.argmax(dim=1) == truth).double().mean()),
+            calibration_error=expected_calibration_error(
+                predictor.graph.probabilities(logits), truth
+            ),
+            classes=_accuracy_by_class(images, range(len(truth)), logits.argmax(dim=1) == truth),
+            tasks=tuple(tasks),
+            left_out=tuple(str(problem) for problem in images.bad),
         )
 
-    # -- keeping
+    # -- saving and loading
 
     def save(self, folder: str | Path) -> None:
-        """Write the model; whenever this stops, the folder holds one whole version.
+        """Write the model; if this is interrupted, the folder has one complete version.
 
-        A model of another origin is replaced; one that others changed since this classifier was
-        read from there is not.
+        Raises:
+            ModelChanged: Another process changed the folder since this classifier was loaded from
+                it or saved to it.
         """
-        place = Path(folder)
-        with store.exclusive_writer(place):
-            home = (place.resolve(), store.model_sha256(place))
-            if self._home is not None and self._home[0] == home[0] and self._home != home:
-                raise ModelChanged(place)
-            self.write(place)
+        folder = Path(folder)
+        with store.exclusive_writer(folder):
+            current = (folder.resolve(), store.model_sha256(folder))
+            if self._home is not None and self._home[0] == current[0] and self._home != current:
+                raise ModelChanged(folder)
+            self.write(folder)
 
     def write(self, folder: Path) -> None:
-        """As `save`, for one who holds the folder's lock already."""
+        """Write the model like `save`, for a caller that has locked the folder."""
         model = self._model()
-        store.write_model(folder, model, self._past())
-        self._current, self._home = model, (folder.resolve(), store.model_sha256(folder))
-        if self._kept is not None:
-            self._kept.remove()
-            self._kept = None
+        store.write_model(folder, model, self._previous_model())
+        self._saved, self._home = model, (folder.resolve(), store.model_sha256(folder))
+        if self._checkpointer is not None:
+            self._checkpointer.remove()
+            self._checkpointer = None
 
     @classmethod
     def load(
@@ -333,23 +411,41 @@ class ContinualClassifier:
         folder: str | Path,
         *,
         backbone: str | None = None,
+        method: str | None = None,
         device: str = "auto",
         fabric: Fabric | None = None,
     ) -> ContinualClassifier:
-        """A saved model, on the backbone it was learned on. No code of the folder is run.
+        """Load a saved model together with its backbone. No code in the folder is ever run.
 
-        `backbone` says where the weights are now, where the model was made with a file.
+        Args:
+            folder: The model folder.
+            backbone: Path of the backbone's weights, if they are a file that has moved.
+            method: `path/to/file.py:Class`, required if the model was made with a method of your
+                own: a model stores the class name and the hash of the file, but no code.
+            device: `auto`, `cpu`, `cuda` or `mps`.
+            fabric: A launched Fabric, instead of `device`.
+
+        Raises:
+            BadOption: `method` is not the method the model was made with.
+            CorruptFile: The model is damaged.
+            MissingData: There is no model in the folder.
+            BackboneMismatch: The backbone is not the one the model was made with.
         """
-        place = Path(folder)
-        model = store.read_model(place)
-        made = cls._made_as(model.description, place, backbone, device, fabric)
-        made._take(model, place)
-        made._current, made._previous = model, place
-        made._home = (place.resolve(), store.model_sha256(place))
-        return made
+        folder = Path(folder)
+        model = store.read_model(folder)
+        options = _checked_options(model.description, folder)
+        method = _resolve_method(model.description, method, folder)
+        name = backbone or model.description.backbone.name
+        classifier = cls(name, method, device=device, fabric=fabric, **options)
+        classifier.backbone_name = model.description.backbone.name
+        classifier._check_backbone(model.description, folder)
+        classifier._set_state(model, folder)
+        classifier._saved, classifier._previous = model, folder
+        classifier._home = (folder.resolve(), store.model_sha256(folder))
+        return classifier
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """As `save`, in the layout of the hub: config.json, model.safetensors and a card."""
+        """Write the model like `save`: the folder has the layout of the Hugging Face hub."""
         self.save(folder)
 
     @classmethod
@@ -359,17 +455,27 @@ class ContinualClassifier:
         *,
         revision: str | None = None,
         backbone: str | None = None,
+        method: str | None = None,
         device: str = "auto",
         token: str | None = None,
         endpoint: str | None = None,
     ) -> ContinualClassifier:
-        """From a folder or from the hub."""
-        if Path(name).is_dir():
-            return cls.load(name, backbone=backbone, device=device)
-        from coda_prompt.learner.hub import download_model
+        """Load a model from a folder or from the Hugging Face hub.
 
-        folder = download_model(str(name), revision, token, endpoint)
-        return cls.load(folder, backbone=backbone, device=device)
+        Args:
+            name: A folder, or `owner/name` on the hub.
+            revision: Branch, tag or commit on the hub.
+            backbone: As in `load`.
+            method: As in `load`.
+            device: As in `load`.
+            token: Access token of the hub.
+            endpoint: URL of another hub.
+        """
+        if not Path(name).is_dir():
+            from coda_prompt.learner.hub import download_model
+
+            name = download_model(str(name), revision, token, endpoint)
+        return cls.load(name, backbone=backbone, method=method, device=device)
 
     def push_to_hub(
         self,
@@ -379,23 +485,62 @@ class ContinualClassifier:
         token: str | None = None,
         endpoint: str | None = None,
     ) -> str:
-        """Upload the model and its card; the address of the commit comes back."""
+        """Upload the model and its card to `owner/name` on the hub; return the commit's URL."""
         from coda_prompt.learner.hub import upload_model
 
         return upload_model(name, self._model(), private=private, token=token, endpoint=endpoint)
 
     def export_onnx(self, path: str | Path) -> None:
-        """Both passes in one graph, probabilities out, class names inside."""
-        if not self._tasks:
-            raise NotLearned([], [])
+        """Write the model with its backbone as one ONNX graph, from pixels to probabilities.
+
+        Raises:
+            MissingExtra: The packages for ONNX are not installed.
+            NotLearned: No class has been learned yet.
+        """
+        predictor = self.predictor
         from coda_prompt.learner.export import export_onnx
 
-        export_onnx(self._method, self._model().description, Path(path))
+        export_onnx(predictor, self._preprocessing(), Path(path))
 
-    # -- a task
+    # -- steps of a lesson
 
-    def _identity(self, images: Labelled, training: Training, validation: float) -> Any:
-        """Of a task's training: all that decides its bits."""
+    def _check_lesson_options(self, validation: float, epochs: int | None) -> None:
+        if not 0 <= validation < 1:
+            raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
+        if epochs is not None and self._method.closed_form:
+            problem = f"{self.method_name} has nothing to train; leave it out"
+            raise BadOption("learn", "epochs", problem)
+
+    def _make_task(self, images: Labelled, validation: float) -> Task:
+        """Number the classes as rows of the head and hold out a share of each class."""
+        index, known = len(self._tasks), self.classes_
+        names = [*known, *(name for name in images.names if name not in known)]
+        rows = _rows(images.names, names).numpy()
+        labels = rows[images.split.labels]
+        held_out = np.zeros(len(labels), bool)
+        generator = keyed_generator(self._training.seed, index, "held out")
+        for row in rows:
+            members = np.flatnonzero(labels == row)
+            order = torch.randperm(len(members), generator=generator).numpy()
+            if validation and len(members) >= MIN_IMAGES_TO_HOLD_OUT:
+                count = max(1, round(validation * len(members)))
+                count = min(count, len(members) - MIN_IMAGES_TO_TRAIN)
+                held_out[members[order[:count]]] = True
+        train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        return Task(
+            index,
+            tuple(sorted(rows.tolist())),
+            Samples(images.split, train, labels[train]),
+            Samples(images.split, test, labels[test]),
+        )
+
+    def _lesson_training(self, **changes: Any) -> Training:
+        changes = {name: value for name, value in changes.items() if value is not None}
+        fields = {**dataclasses.asdict(self._training), **changes}
+        return make_config(Training, "the training", fields)
+
+    def _lesson_identity(self, images: Labelled, training: Training, validation: float) -> Any:
+        """Everything that decides the bits of what is learned; checkpoints are resumed by it."""
         return as_json(
             {
                 "tasks": self.tasks_,
@@ -404,23 +549,46 @@ class ContinualClassifier:
                 "validation": validation,
                 "training": dataclasses.asdict(training),
                 "method": [self.method_name, dataclasses.asdict(self._method.config)],
+                **({} if self._method_sha256 is None else {"method_file": self._method_sha256}),
                 "backbone": self._fingerprint,
             }
         )
 
-    def _training_of(self, **given: Any) -> Training:
-        changes = {name: value for name, value in given.items() if value is not None}
-        held = dataclasses.asdict(self._training)
-        return make_config(Training, "the training", {**held, **changes})
+    def _open_checkpoints(
+        self, folder: Path, identity: Any, stop: Callable[[], bool]
+    ) -> Checkpointer:
+        rank_zero = self._fabric.global_rank == 0
+        checkpointer = Checkpointer(folder, identity, writes=rank_zero, stop=stop)
+        other = checkpointer.other_training and checkpointer.other_training.identity
+        if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
+            raise UnfinishedLesson(folder)
+        return checkpointer
 
-    def _record(self, images: Labelled, new: list[str], held_out: int) -> TaskRecord:
-        """Of the task just learned, but for what is measured."""
+    def _train(
+        self,
+        task: Task,
+        training: Training,
+        checkpointer: Checkpointer | None,
+        stop: Callable[[], bool],
+        on_event: OnEvent | None,
+    ) -> None:
+        def report(event: Event) -> None:
+            heed(stop, event)
+            if on_event is not None:
+                on_event(event)
+
+        engine = Engine(self._views, training, fabric=self._fabric, on_event=report)
+        engine.learn(self._method, task, checkpointer=checkpointer)
+
+    def _record(self, images: Labelled, task: Task) -> TaskRecord:
+        """Describe the lesson, except for what is measured."""
+        known = self.classes_
         return TaskRecord(
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            new=new,
-            continued=[name for name in images.names if name not in new],
+            new=[name for name in images.names if name not in known],
+            continued=[name for name in images.names if name in known],
             images=images.counts(),
-            held_out=held_out,
+            held_out=len(task.test),
             accuracy=None,
             accuracy_own=None,
             calibration_error=None,
@@ -428,90 +596,60 @@ class ContinualClassifier:
             fitted_on=0,
         )
 
-    def _task(self, images: Labelled, names: list[str], validation: float) -> Task:
-        index = len(self._tasks)
-        rows = np.array([names.index(name) for name in images.names], np.int64)
-        labels = rows[images.split.labels]
-        held = np.zeros(len(labels), bool)
-        generator = keyed_generator(self._training.seed, index, "held out")
-        for row in rows:
-            own = np.flatnonzero(labels == row)
-            order = torch.randperm(len(own), generator=generator).numpy()
-            if validation and len(own) >= FEWEST_TO_HOLD_OUT:
-                count = min(max(1, round(validation * len(own))), len(own) - FEWEST_TO_TRAIN)
-                held[own[order[:count]]] = True
-        kept, apart = np.flatnonzero(~held), np.flatnonzero(held)
-        train = Samples(images.split, kept, labels[kept])
-        test = Samples(images.split, apart, labels[apart])
-        return Task(index, tuple(sorted(rows.tolist())), train, test)
-
-    def _measured(self, record: TaskRecord, task: Task, on_event: OnEvent | None) -> TaskRecord:
-        """The record with what the held-out images say."""
-        scores = self._logits(task.test.split, task.test.indices, on_event)
+    def _measure(self, task: Task, stop: Callable[[], bool], on_event: OnEvent | None) -> None:
+        """Fit the temperature and measure accuracy on the held-out images of the newest task."""
+        logits = self._logits(task.test, stop, on_event)
         labels = torch.from_numpy(task.test.labels)
-        own = torch.tensor(task.classes)
-        among = own[scores[:, own].argmax(dim=1)]
-        told: dict[str, Any] = {
-            "accuracy": float((scores.argmax(dim=1) == labels).double().mean()),
-            "accuracy_own": float((among == labels).double().mean()),
-        }
-        if scores.shape[1] > 1:
-            usual = self._method.temperature
-            told |= {"temperature": fitted_temperature(scores, labels, usual)}
-            told |= {"fitted_on": len(labels)}
-        measured = record.model_copy(update=told)
-        temperature = self._merged([*self._tasks[:-1], measured])
-        error = expected_calibration_error(probabilities(scores.double(), temperature), labels)
-        return measured.model_copy(update={"calibration_error": error})
+        accuracy, accuracy_own = _accuracy(logits, labels, torch.tensor(task.classes))
+        changes: dict[str, Any] = {"accuracy": accuracy, "accuracy_own": accuracy_own}
+        if logits.shape[1] > 1:
+            changes["temperature"] = fit_temperature(logits, labels, self._method.temperature)
+            changes["fitted_on"] = len(labels)
+        *earlier, newest = self._tasks
+        self._tasks = [*earlier, newest.model_copy(update=changes)]
+        probabilities = self.predictor.graph.probabilities(logits)
+        changes["calibration_error"] = expected_calibration_error(probabilities, labels)
+        self._tasks = [*earlier, newest.model_copy(update=changes)]
 
-    def _accuracy_by_class(
-        self, images: Labelled | None, classes: list[str], on_event: OnEvent | None
+    def _watched_accuracies(
+        self,
+        images: Labelled | None,
+        names: list[str],
+        stop: Callable[[], bool],
+        on_event: OnEvent | None,
     ) -> dict[str, ClassAccuracy]:
-        """Of watched images, those of these classes."""
+        """Measure the accuracy of each of these classes that has watched images."""
         if images is None:
             return {}
-        wanted = [place for place, name in enumerate(images.names) if name in classes]
-        chosen = np.flatnonzero(np.isin(images.split.labels, wanted))
-        if not len(chosen):
+        wanted = [row for row, name in enumerate(images.names) if name in names]
+        indices = np.flatnonzero(np.isin(images.split.labels, wanted))
+        if not len(indices):
             return {}
-        names = [images.names[label] for label in images.split.labels[chosen]]
-        guessed = self._logits(images.split, chosen, on_event).argmax(dim=1).tolist()
-        known = self.classes_
-        found: dict[str, list[bool]] = {}
-        for name, row in zip(names, guessed, strict=True):
-            found.setdefault(name, []).append(known[row] == name)
-        return {name: ClassAccuracy(len(own), float(np.mean(own))) for name, own in found.items()}
+        truth = [images.names[label] for label in images.split.labels[indices]]
+        samples = Samples(images.split, indices, images.split.labels[indices])
+        guesses = self._logits(samples, stop, on_event).argmax(dim=1)
+        return _accuracy_by_class(images, indices, guesses == _rows(truth, names))
 
     def _logits(
-        self,
-        split: Split,
-        chosen: NDArray[np.int64] | None = None,
-        on_event: OnEvent | None = None,
+        self, samples: Samples, stop: Callable[[], bool], on_event: OnEvent | None
     ) -> Tensor:
-        if not self._tasks:
-            raise NotLearned([], [])
-        indices = np.arange(len(split)) if chosen is None else chosen
-        if not len(indices):
-            return torch.zeros(0, len(self.classes_))
-        samples = Samples(split, indices, np.zeros(len(indices), np.int64))
-        once = dataclasses.replace(self._training, queries="exact")  # each image is seen once
-        return self._engine(on_event, once).logits(self._method, samples).float().cpu()
+        return self.predictor.split_logits(
+            samples.split, samples.indices.tolist(), stop=stop, on_progress=_pass_events(on_event)
+        )
 
-    def _engine(self, on_event: OnEvent | None, training: Training) -> Engine:
-        told = {} if on_event is None else {"on_event": on_event}
-        return Engine(self._views, training, fabric=self._fabric, **told)
-
-    # -- a model
+    # -- the state on disk
 
     def _model(self) -> store.Model:
-        if self._current is not None:
-            return self._current
+        """Return the description and tensors to save."""
+        if self._saved is not None:
+            return self._saved
         state = self._method.learned_state()
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-        described = Description(
+        description = Description(
             format=store.FORMAT,
             coda_prompt=__version__,
             method=self.method_name,
+            method_sha256=self._method_sha256,
             options=as_json(dataclasses.asdict(self._method.config)),
             training=as_json(dataclasses.asdict(self._training)),
             backbone=store.BackboneRecord(
@@ -519,95 +657,142 @@ class ContinualClassifier:
                 fingerprint=self._fingerprint,
                 revision=self._backbone.revision,
             ),
-            pixels=self._pixels(),
+            pixels=self._preprocessing(),
             classes=self.classes_,
             tasks=self._tasks,
             temperature=self.temperature,
         )
-        return store.Model(described, tensors)
+        return store.Model(description, tensors)
 
-    def _pixels(self) -> dict[str, Any]:
-        plain: dict[str, Any] = as_json(dataclasses.asdict(self._backbone.preprocessing))
-        return {**plain, "resize": self._views.resize}
-
-    def _past(self) -> store.Model | None:
-        """The model before the newest task."""
+    def _previous_model(self) -> store.Model | None:
+        """Return the model before the newest task, unless another process has replaced it."""
         if isinstance(self._previous, Path):
-            found = store.read_previous(self._previous)
-            others = found is None or found.description.tasks != self._tasks[:-1]
-            self._previous = None if others else found
+            previous = store.read_previous(self._previous)
+            follows = previous is not None and previous.description.tasks == self._tasks[:-1]
+            self._previous = previous if follows else None
         return self._previous
 
-    @classmethod
-    def _made_as(
-        cls,
-        description: Description,
-        place: object,
-        backbone: str | None,
-        device: str,
-        fabric: Fabric | None,
-    ) -> ContinualClassifier:
-        """An untaught classifier of this description."""
-        if description.method not in methods.METHODS:
-            raise CorruptFile(
-                place, f"its method '{description.method}' does not come with this program"
-            )
-        if not description.training.keys() <= _TRAINING or {
-            "device", "fabric", "backbone", "method", *_TRAINING
-        } & description.options.keys():  # fmt: skip
-            raise CorruptFile(place, "its options are not those of a method and a training")
-        name = backbone or description.backbone.name
-        # How many processes read images is this machine's affair, not that of a file.
-        options = {**description.options, **description.training, "workers": 0}
-        made = cls(name, description.method, device=device, fabric=fabric, **options)
-        if backbone is not None:
-            made.backbone_name = description.backbone.name
-        found, expected = made._fingerprint, description.backbone.fingerprint
-        if found != expected:
-            raise BackboneMismatch(place, expected, found)
-        if made._pixels() != description.pixels:
-            raise CorruptFile(place, "it was learned with other pixels than its backbone has")
-        return made
+    def _preprocessing(self) -> dict[str, Any]:
+        fields: dict[str, Any] = as_json(dataclasses.asdict(self._views.preprocessing))
+        return {**fields, "resize": self._views.resize}
 
-    def _take(self, model: store.Model, place: object) -> None:
+    def _check_backbone(self, description: Description, path: object) -> None:
+        if self._fingerprint != description.backbone.fingerprint:
+            raise BackboneMismatch(path, description.backbone.fingerprint, self._fingerprint)
+        if self._preprocessing() != description.pixels:
+            raise CorruptFile(path, "its preprocessing is not that of its backbone")
+
+    def _set_state(self, model: store.Model, path: object) -> None:
+        """Replace everything learned by what is in a model."""
         for tensor in model.tensors.values():
-            counts = not tensor.is_floating_point()
-            if not tensor.isfinite().all() or (counts and (tensor < 0).any()):
-                raise CorruptFile(place, "it holds numbers that cannot be")
+            negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
+            if negative_count or not tensor.isfinite().all():
+                raise CorruptFile(
+                    path, "it has numbers that cannot be: negative counts, NaN or inf"
+                )
         self._method.load_learned_state(model.tensors)
-        self._method.to(self._fabric.device).eval()
         if self._method.classes_seen != len(model.description.classes):
-            raise CorruptFile(place, "it names more or fewer classes than it has learned")
+            raise CorruptFile(path, "its tensors are not of as many classes as it names")
         self._tasks = list(model.description.tasks)
 
 
-_TRAINING = frozenset(field.name for field in dataclasses.fields(Training))
+_TRAINING_FIELDS = frozenset(field.name for field in dataclasses.fields(Training))
+_RESERVED = _TRAINING_FIELDS | {"device", "fabric", "backbone", "method"}
 
 
-def _refuse_unfit(method: str) -> None:
-    """Methods that need old images again, or whose file would be a whole network."""
-    kind = methods.find(method).type
-    if kind.keeps_images or kind.trains_on == "all":
-        problem = f"{method} needs old images again, and this classifier keeps none"
-    elif not kind.frozen_backbone:
-        problem = f"{method} changes the whole network, and a model keeps only what is beside it"
-    elif method not in methods.METHODS:
-        problem = "a model is only made with a method that comes with the program"
+def _check_suitable(entry: methods.Entry, name: str) -> None:
+    """Refuse methods that need old images again or that would save a whole network."""
+    if entry.type.keeps_images or entry.type.trains_on == "all":
+        problem = f"{name} needs old images again, and this classifier keeps none"
+    elif not entry.type.frozen_backbone:
+        problem = f"{name} trains the whole network, and a model stores only what is added to it"
     else:
         return
-    raise BadOption("ContinualClassifier", "method", f"{problem}; take {DEFAULT_METHOD} or coda-p")
+    raise BadOption("ContinualClassifier", "method", f"{problem}; use {DEFAULT_METHOD} or coda-p")
 
 
-def _rows(images: Labelled, classes: list[str]) -> Tensor:
-    """The row of each image's class."""
-    rows = torch.tensor([classes.index(name) for name in images.names], dtype=torch.int64)
-    return rows[torch.from_numpy(images.split.labels)]
+def _checked_options(description: Description, path: object) -> dict[str, Any]:
+    """Return the options of method and training that a model was made with."""
+    if (
+        not description.training.keys() <= _TRAINING_FIELDS
+        or _RESERVED & description.options.keys()
+    ):
+        raise CorruptFile(path, "its options are not those of a method and a training")
+    # The number of loader processes depends on the machine, not on the model.
+    return {**description.options, **description.training, "workers": 0}
 
 
-def _by_class(images: Labelled, right: Tensor) -> dict[str, ClassAccuracy]:
-    labels = torch.from_numpy(images.split.labels)
-    found = {}
-    for place, name in enumerate(images.names):
-        own = labels == place
-        found[name] = ClassAccuracy(int(own.sum()), float(right[own].mean()))
-    return found
+def _resolve_method(description: Description, named: str | None, folder: Path) -> str:
+    """Return the method to construct, after checking that the model was made with it.
+
+    A file is compared by its hash before anything in it runs.
+    """
+    made_with = description.method
+    if description.method_sha256 is None:
+        if made_with not in methods.METHODS:
+            raise CorruptFile(folder, f"its method '{made_with}' is not part of coda-prompt")
+        if named not in (None, made_with):
+            raise _other_method(made_with, str(named))
+        return made_with
+    if named is None:
+        problem = (
+            f"{folder} was made with the class {made_with} from a file of yours, and a model "
+            f"contains no code; name the file with --method path/to/file.py:{made_with} "
+            "(method=... in Python)"
+        )
+        raise BadOption("the model", "method", problem)
+    path, _, class_name = named.rpartition(":")
+    if class_name != made_with:
+        raise _other_method(made_with, named)
+    if not Path(path).is_file():
+        raise BadMethod(named, f"there is no file {path}")
+    if Path(path).resolve().is_relative_to(folder.resolve()):
+        problem = f"{path} is inside the model folder, and no code from there is run; move it"
+        raise BadOption("the model", "method", problem)
+    sha256 = file_sha256(Path(path))
+    if sha256 != description.method_sha256:
+        raise HashMismatch(
+            path,
+            description.method_sha256,
+            sha256,
+            f"{folder} was made with another version of this file. Name that version, or learn a "
+            "new model with this one.",
+        )
+    return named
+
+
+def _other_method(made_with: str, named: str) -> BadOption:
+    problem = f"this model was made with {made_with}; make another model for {named}"
+    return BadOption("the model", "method", problem)
+
+
+def _rows(names: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Return the position of each name in `classes`."""
+    return torch.tensor([classes.index(name) for name in names], dtype=torch.int64)
+
+
+def _accuracy(logits: Tensor, truth: Tensor, own: Tensor) -> tuple[float, float]:
+    """Return the accuracy among all classes, and among the classes `own` only."""
+    among_own = own[logits[:, own].argmax(dim=1)]
+    correct = torch.stack([logits.argmax(dim=1) == truth, among_own == truth]).double()
+    over_all, within = correct.mean(dim=1).tolist()
+    return over_all, within
+
+
+def _accuracy_by_class(
+    images: Labelled, indices: Sequence[int] | NDArray[np.int64], correct: Tensor
+) -> dict[str, ClassAccuracy]:
+    """Return the accuracy of each class that has images among those at `indices`."""
+    labels = torch.from_numpy(images.split.labels)[torch.as_tensor(indices)]
+    accuracies = {}
+    for row in labels.unique().tolist():
+        members = correct[labels == row].double()
+        accuracies[images.names[row]] = ClassAccuracy(len(members), float(members.mean()))
+    return accuracies
+
+
+def _pass_events(on_event: OnEvent | None) -> Callable[[int, int], None] | None:
+    """Report the progress of a pass over images as events."""
+    if on_event is None:
+        return None
+    return lambda done, total: on_event(Event("pass", 0, 0, step=done, steps=total))

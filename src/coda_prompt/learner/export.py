@@ -1,71 +1,72 @@
-"""A learned model as one ONNX graph: pixels in, probabilities out."""
+"""Export to ONNX: one graph from preprocessed pixels to probabilities."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from coda_prompt.errors import MissingExtra
-from coda_prompt.learner.calibration import probabilities
-from coda_prompt.learner.store import Description
-from coda_prompt.methods import Method
+from coda_prompt.learner.predictor import Predictor
 from coda_prompt.storage.files import write_atomically
 
-
-class _Graph(nn.Module):
-    """Query pass, prompted pass, head and temperature."""
-
-    def __init__(self, method: Method, temperature: float) -> None:
-        super().__init__()
-        self.method, self.temperature = method, temperature
-
-    def forward(self, images: Tensor) -> Tensor:
-        return probabilities(self.method.logits(images), self.temperature)
+EXPORT_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
 
 
-def export_onnx(method: Method, description: Description, path: Path) -> None:
-    """Input `images` (N x C x H x W, normalised), output `probabilities` (N x classes).
+def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path) -> None:
+    """Write the predictor's graph with input `images` and output `probabilities`.
 
-    The file's metadata has the class names and the pixels the graph expects.
+    `images` are N x C x H x W, normalized; `probabilities` are N x classes. The metadata of the
+    file has the class names (`classes`) and the preprocessing (`pixels`) as JSON.
+
+    Raises:
+        MissingExtra: The packages for ONNX are not installed.
     """
     try:
         import onnx
         import onnxscript  # noqa: F401 (the exporter needs it)
     except ModuleNotFoundError as error:
         raise MissingExtra("export to ONNX", "onnx") from error
-    config = method.vit_config
-    example = torch.zeros(2, config.channels, config.image_size, config.image_size)
-    graph = _Graph(method, description.temperature).to("cpu").eval()
-    with torch.no_grad():
-        graph(example)  # what is made at first use is made now
-    loud = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loud]
-    for logger in loud:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                graph,
-                (example,),
-                input_names=["images"],
-                output_names=["probabilities"],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-                dynamo=True,
-                verbose=False,
-            )
-    finally:
-        for logger, level in zip(loud, levels, strict=True):
-            logger.setLevel(level)
+    size = predictor.preprocessing.size
+    example = torch.zeros(2, predictor.preprocessing.channels, size, size)
+    graph = predictor.graph.to("cpu")
+    with torch.no_grad(), _quiet_exporter():
+        graph(example)  # compute lazily created buffers before tracing
+        program = torch.onnx.export(
+            graph,
+            (example,),
+            input_names=["images"],
+            output_names=["probabilities"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None
     model = program.model_proto
-    for name, value in (("classes", description.classes), ("pixels", description.pixels)):
+    for name, value in (("classes", predictor.classes), ("pixels", preprocessing)):
         entry = model.metadata_props.add()
         entry.key, entry.value = name, json.dumps(value)
     onnx.checker.check_model(model)
     write_atomically(path, model.SerializeToString())
+
+
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Silence the exporter's log messages and warnings, which do not concern the user."""
+    loggers = [logging.getLogger(name) for name in EXPORT_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

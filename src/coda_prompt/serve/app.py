@@ -88,8 +88,9 @@ class Choice(BaseModel):
 
 class Prediction(BaseModel):
     label: str | None = Field(description="The likeliest class; null where `unknown`.")
-    probability: float
-    unknown: bool = Field(description="Whether it is less likely than `unknown_below`.")
+    unknown: bool = Field(description="Whether `best` is less likely than `unknown_below`.")
+    best: str = Field(description="The most likely class, unknown or not.")
+    probability: float = Field(description="The probability of `best`.")
     top: list[Choice]
 
 
@@ -223,7 +224,10 @@ def _add_predicting(app: FastAPI, service: Service, metrics: Metrics, seconds: f
             except asyncio.TimeoutError:
                 raise Refused(504, f"There was no answer within {seconds:g} seconds.") from None
         metrics.images.inc(len(answers))
-        told = [_prediction(answer, top, unknown_below) for answer in answers]
+        told = [
+            answer.version.predictor.rank(answer.probabilities, top, unknown_below).as_dict()
+            for answer in answers
+        ]
         return {"version": answers[0].version.name, "predictions": told}
 
 
@@ -403,19 +407,6 @@ def _files(form: FormData, name: str) -> list[UploadFile]:
     if not files:
         raise Refused(422, f"The form has no file in '{name}'.")
     return files
-
-
-def _prediction(answer: Answer, top: int, unknown_below: float) -> dict[str, Any]:
-    best = answer.chances.argsort()[::-1][:top]
-    classes = answer.version.classes
-    ranked = [{"label": classes[row], "probability": float(answer.chances[row])} for row in best]
-    unknown = ranked[0]["probability"] < unknown_below
-    return {
-        "label": None if unknown else ranked[0]["label"],
-        "probability": ranked[0]["probability"],
-        "unknown": unknown,
-        "top": ranked,
-    }
 
 
 def _job(service: Service, number: str) -> Job:

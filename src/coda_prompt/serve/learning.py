@@ -1,6 +1,6 @@
 """The process that learns: examples come in on standard input, what happens goes out as lines.
 
-    python -m coda_prompt.serve.learning MODEL
+    python -m coda_prompt.serve.learning MODEL [METHOD]
 
 The first line is a JSON object with `labels` and `sizes`; the images' bytes follow. Each line that
 goes out is a JSON object with a `kind`. It ends when its parent does; the model is replaced in one
@@ -107,10 +107,10 @@ class Lesson:
         return image_of(example.content, f"image {place + 1} ({example.label})"), example.label
 
 
-def learn(model: Path, examples: list[Example]) -> None:
+def learn(model: Path, examples: list[Example], method: str | None = None) -> None:
     lesson = Lesson(examples)
     with store.exclusive_writer(model):
-        classifier = ContinualClassifier.load(model)
+        classifier = ContinualClassifier.load(model, method=method)
         watch = watched(classifier)
         learned = classifier.learn(lesson, watch=watch, on_event=Progress().on_event)
         tell("progress", stage="saving", share=1.0, seconds_left=0.0)
@@ -126,7 +126,8 @@ def learn(model: Path, examples: list[Example]) -> None:
 def main() -> None:
     exit_with_parent(os.getppid(), 3)
     try:
-        learn(Path(sys.argv[1]), received(sys.stdin.buffer))
+        model, method = Path(sys.argv[1]), next(iter(sys.argv[2:]), None)
+        learn(model, received(sys.stdin.buffer), method)
     except CodaError as error:
         tell("failed", reason=str(error))
         sys.exit(2)

@@ -10,15 +10,16 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
+from coda_prompt.learner.predictor import Predictor
 from coda_prompt.serve import learning
 from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.uploads import Example, Refused, image_of
@@ -37,11 +38,15 @@ class Version:
     classifier: ContinualClassifier
     classes: tuple[str, ...]
 
+    @cached_property
+    def predictor(self) -> Predictor:
+        return self.classifier.predictor
+
 
 @dataclass(frozen=True)
 class Answer:
     version: Version
-    chances: Any
+    probabilities: Tensor
 
 
 @dataclass
@@ -85,8 +90,16 @@ class Job:
 class Service:
     """Answers with one version until the next one is saved; one lesson at a time."""
 
-    def __init__(self, folder: Path, *, batching: bool = True, device: str = "auto") -> None:
-        self.folder, self.device = folder, device
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        batching: bool = True,
+        device: str = "auto",
+        method: str | None = None,
+    ) -> None:
+        """`method`: `file.py:Class`, for a model that was made with a method of one's own."""
+        self.folder, self.device, self.method = folder, device, method
         self.current = self._read()
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
@@ -100,17 +113,17 @@ class Service:
     # -- asking
 
     def view(self, content: bytes, name: str) -> Tensor:
-        classifier = self.current.classifier
-        return classifier.view(image_of(content, name, classifier.shortest_side))
+        predictor = self.current.predictor
+        return predictor.preprocess(image_of(content, name, predictor.min_side))
 
     async def predict(self, views: Sequence[Tensor]) -> list[Answer]:
         return await self.batcher.ask(views)
 
     def _answers(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
-        chances = version.classifier.probabilities_of(torch.stack(list(views)))
+        probabilities = version.predictor.probabilities(views)
         self.passes += 1
-        return [Answer(version, own) for own in chances]
+        return [Answer(version, row) for row in probabilities]
 
     # -- teaching
 
@@ -162,7 +175,7 @@ class Service:
     async def _learned(self, job: Job, examples: list[Example]) -> None:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", learning.__name__, str(self.folder),
+            sys.executable, "-m", learning.__name__, str(self.folder), *filter(None, [self.method]),
             stdin=pipe, stdout=pipe, stderr=pipe, limit=2**24,
         )  # fmt: skip
         assert process.stdin is not None
@@ -204,7 +217,7 @@ class Service:
     # -- the folder
 
     def _read(self) -> Version:
-        classifier = ContinualClassifier.load(self.folder, device=self.device)
+        classifier = ContinualClassifier.load(self.folder, method=self.method, device=self.device)
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))

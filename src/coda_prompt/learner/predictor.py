@@ -1,0 +1,227 @@
+"""The only inference path: preprocess, batch, logits, probabilities, unknown rule, top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from lightning_fabric import Fabric
+from PIL import Image
+from torch import Tensor, nn
+
+from coda_prompt.data.images import eval_view, required_min_side
+from coda_prompt.data.sources import Split
+from coda_prompt.errors import BadImage, BadImages, Interrupted
+from coda_prompt.methods import Method
+from coda_prompt.preprocessing import Preprocessing
+
+BATCH_SIZE = 64
+"""Images that are decoded and classified together; memory does not grow with their number."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A class and its probability."""
+
+    label: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The classification of one image.
+
+    Printed as JSON, here and over HTTP: `{"label": null, "unknown": true, "best": "cat",
+    "probability": 0.31, "top": [{"label": "cat", "probability": 0.31}, ...]}`.
+    """
+
+    label: str | None
+    """The most likely class; None if its probability is below the threshold for unknown."""
+    unknown: bool
+    """Whether the probability of `best` is below the threshold."""
+    best: str
+    """The most likely class, unknown or not."""
+    probability: float
+    """Of `best`."""
+    top: tuple[Candidate, ...]
+    """The most likely classes, in descending order of probability."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction as plain JSON types."""
+        return {**asdict(self), "top": [asdict(candidate) for candidate in self.top]}
+
+
+class ProbabilityGraph(nn.Module):
+    """From preprocessed images (B x C x H x W) to probabilities (B x classes)."""
+
+    def __init__(self, method: Method, temperature: float) -> None:
+        super().__init__()
+        self.method, self.temperature = method, temperature
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Divide logits by the temperature and normalize them over the classes."""
+        return torch.softmax(logits / self.temperature, dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.probabilities(self.method.logits(images))
+
+
+class Predictor:
+    """Classifies images with a trained method.
+
+    The command line, `ContinualClassifier`, the HTTP service and the ONNX export share it.
+
+    Args:
+        method: A method that has learned `classes`.
+        preprocessing: The pixels its backbone expects.
+        resize: How an image becomes square: `crop` its center or `squash` it.
+        classes: Class names in the order of the method's logits.
+        temperature: Divides the logits before they become probabilities.
+        fabric: Device and precision. With several processes, all of them must make the same
+            calls: each computes its share of a batch, and all receive every result.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        preprocessing: Preprocessing,
+        resize: Literal["crop", "squash"],
+        classes: Sequence[str],
+        temperature: float,
+        fabric: Fabric,
+    ) -> None:
+        self.graph = ProbabilityGraph(method, temperature).eval()
+        self.preprocessing, self.resize = preprocessing, resize
+        self.classes = tuple(classes)
+        self.min_side = required_min_side(preprocessing, None)
+        """Side length in pixels that suffices; larger JPEG files are decoded at reduced size."""
+        self.fabric = fabric
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Return an image as the backbone expects it, C x H x W."""
+        return eval_view(image, self.preprocessing, self.resize)
+
+    def logits(self, images: Sequence[Tensor]) -> Tensor:
+        """Return the logits of preprocessed images, B x classes in float64 on the CPU."""
+        fabric, method = self.fabric, self.graph.method
+        own = slice(fabric.global_rank, None, fabric.world_size)
+        # A process without a share joins in with an empty batch: sharded weights need everyone.
+        size = self.preprocessing.size
+        empty = torch.zeros(0, self.preprocessing.channels, size, size)
+        batch = torch.stack(list(images[own])) if images[own] else empty
+        dtype = next(method.backbone.parameters()).dtype
+        with torch.inference_mode(), fabric.autocast():
+            logits = method.logits(batch.to(fabric.device, dtype))
+        if fabric.world_size > 1:
+            table = logits.new_zeros(len(images), len(self.classes))
+            table[own] = logits
+            reduced = fabric.all_reduce(table, reduce_op="sum")
+            assert isinstance(reduced, Tensor)
+            logits = reduced
+        return logits.double().cpu()
+
+    def probabilities(self, images: Sequence[Tensor]) -> Tensor:
+        """Return the probabilities of preprocessed images, B x classes in float64 on the CPU."""
+        return self.graph.probabilities(self.logits(images))
+
+    def rank(self, probabilities: Tensor, top: int, unknown_below: float) -> Prediction:
+        """Apply top-k and the unknown rule to one image's probabilities.
+
+        Args:
+            probabilities: One value for each class.
+            top: Number of classes to name.
+            unknown_below: The image is unknown if its most likely class is less likely than this.
+        """
+        values, rows = probabilities.topk(min(max(1, top), len(self.classes)))
+        candidates = tuple(
+            Candidate(self.classes[row], value)
+            for row, value in zip(rows.tolist(), values.tolist(), strict=True)
+        )
+        best = candidates[0]
+        unknown = best.probability < unknown_below
+        label = None if unknown else best.label
+        return Prediction(label, unknown, best.label, best.probability, candidates)
+
+    def split_logits(
+        self,
+        split: Split,
+        indices: Sequence[int],
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Return the logits of images of a split, N x classes in float64 on the CPU.
+
+        Args:
+            split: Where the images are read from, a batch at a time.
+            indices: Which images of the split.
+            stop: Polled after each batch; once true, this raises Interrupted.
+            on_progress: Called after each batch with the images done and their total.
+
+        Raises:
+            BadImages: Images of a batch that cannot be read.
+            Interrupted: `stop` became true.
+        """
+        table = torch.zeros(len(indices), len(self.classes), dtype=torch.float64)
+        done = 0
+        for _, logits in self._batches(split, indices, None, on_progress):
+            table[done : done + len(logits)] = logits
+            done += len(logits)
+            if stop():
+                raise Interrupted
+        return table
+
+    def predict(
+        self,
+        split: Split,
+        *,
+        top: int = 5,
+        unknown_below: float = 0.0,
+        on_bad: Callable[[BadImage], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[tuple[int, Prediction]]:
+        """Classify the images of a split, a batch at a time.
+
+        Args:
+            split: The images.
+            top: Number of classes to name.
+            unknown_below: An image is unknown if its most likely class is less likely than this.
+            on_bad: Called with each image that cannot be read, which is then skipped.
+            on_progress: Called after each batch with the images done and their total.
+
+        Yields:
+            The index of an image and its prediction.
+
+        Raises:
+            BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
+        """
+        for read, logits in self._batches(split, range(len(split)), on_bad, on_progress):
+            for index, row in zip(read, self.graph.probabilities(logits), strict=True):
+                yield index, self.rank(row, top, unknown_below)
+
+    def _batches(
+        self,
+        split: Split,
+        indices: Sequence[int],
+        on_bad: Callable[[BadImage], None] | None,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the indices of readable images and their logits, a batch at a time."""
+        for start in range(0, len(indices), BATCH_SIZE):
+            images, read, bad = [], [], []
+            for index in indices[start : start + BATCH_SIZE]:
+                try:
+                    images.append(self.preprocess(split.image(int(index), self.min_side)))
+                    read.append(int(index))
+                except BadImage as problem:
+                    bad.append(problem)
+            for unreadable in bad:
+                if on_bad is None:
+                    raise BadImages(bad)
+                on_bad(unreadable)
+            if read:
+                yield read, self.logits(images)
+            if on_progress is not None:
+                on_progress(min(start + BATCH_SIZE, len(indices)), len(indices))

@@ -1,0 +1,131 @@
+"""Models made with a method from a user's file, `file.py:Class`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from drawings import assert_same, drawings
+from small import coda
+from test_models import changed
+
+from coda_prompt import ContinualClassifier
+from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
+from coda_prompt.learner import store
+
+MINE = """
+from pathlib import Path
+from coda_prompt.methods.closedform import NearestClassMean
+
+class Mine(NearestClassMean):
+    "Nearest class mean, from a file."
+"""
+
+
+@pytest.fixture
+def method(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path}/mine.py:Mine"
+
+
+@pytest.fixture
+def model(tmp_path: Path, method: str) -> Path:
+    classifier = ContinualClassifier(method=method)
+    classifier.learn(*drawings(range(3), 8))
+    classifier.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_stores_the_class_and_the_hash_of_the_file(model: Path, method: str) -> None:
+    description = store.read_model(model).description
+    assert description.method == "Mine"
+    assert description.method_sha256 is not None
+    assert len(description.method_sha256) == 64
+    loaded = ContinualClassifier.load(model, method=method)
+    loaded.learn(*drawings([3, 4], 8))
+    loaded.save(model)
+    assert_same(ContinualClassifier.from_pretrained(model, method=method), loaded)
+
+
+def test_a_moved_file_is_still_the_same_method(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "mine.py", tmp_path / "elsewhere" / "renamed.py")
+    loaded = ContinualClassifier.load(model, method=f"{tmp_path}/elsewhere/renamed.py:Mine")
+    assert len(loaded.predict(drawings([0])[0])) == 20
+
+
+def test_a_model_without_its_file_says_how_to_name_it(model: Path) -> None:
+    with pytest.raises(BadOption, match=r"--method path/to/file\.py:Mine"):
+        ContinualClassifier.load(model)
+    with pytest.raises(BadOption, match="was made with Mine"):
+        ContinualClassifier.load(model, method="ncm")
+    with pytest.raises(BadMethod, match="no file"):
+        ContinualClassifier.load(model, method="nowhere.py:Mine")
+
+
+def test_a_changed_file_is_refused_before_it_runs(model: Path, tmp_path: Path, method: str) -> None:
+    (tmp_path / "mine.py").write_text(f"{MINE}\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    with pytest.raises(HashMismatch, match=r"another version of this file.*learn a new model"):
+        ContinualClassifier.load(model, method=method)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_in_a_model_folder_is_run(model: Path, tmp_path: Path) -> None:
+    shutil.copy(tmp_path / "mine.py", model / "mine.py")
+    with pytest.raises(BadOption, match="no code from there is run"):
+        ContinualClassifier.load(model, method=f"{model}/mine.py:Mine")
+    trap = tmp_path / "trap.py"
+    trap.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    for name in (f"{trap}:Mine", str(trap), "trap:Mine"):
+        changed(model, lambda d, name=name: d.update(method=name))  # type: ignore[misc]
+        with pytest.raises(CodaError):
+            ContinualClassifier.load(model)
+        changed(model, lambda d, name=name: d.update(method=name, method_sha256=None))  # type: ignore[misc]
+        with pytest.raises(CodaError):
+            ContinualClassifier.load(model)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_command_takes_the_file(method: str, tmp_path: Path, drawing_folders: Path) -> None:
+    named = ("--method", "mine.py:Mine")
+    for task in ("task-1", "task-2"):
+        learned = coda("learn", "model", str(drawing_folders / task), *named, cwd=tmp_path)
+        assert learned.returncode == 0, learned.stderr
+    test = str(drawing_folders / "test")
+    shown = coda("predict", "model", test, "--csv", *named, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert len(list(csv.DictReader(io.StringIO(shown.stdout)))) > 8
+    shown = coda("evaluate", "model", test, "--json", *named, cwd=tmp_path)
+    assert json.loads(shown.stdout)["accuracy"] > 0.3, shown.stderr
+    shown = coda("export", "model", "model.onnx", *named, cwd=tmp_path)
+    assert (tmp_path / "model.onnx").exists(), shown.stderr
+    assert "Mine on pocket" in coda("info", "model", cwd=tmp_path).stdout
+    for verb in (("predict", "model", test), ("learn", "model", str(drawing_folders / "task-1"))):
+        refused = coda(*verb, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "--method path/to/file.py:Mine" in refused.stderr
+    (tmp_path / "mine.py").write_text(MINE + "\n# changed")
+    refused = coda("predict", "model", test, *named, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "another version of this file" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert coda("undo", "model", cwd=tmp_path).returncode == 0
+
+
+def test_a_class_that_lacks_a_member_gets_one_message(
+    tmp_path: Path, drawing_folders: Path
+) -> None:
+    (tmp_path / "half.py").write_text(
+        "from coda_prompt.methods import Method\nclass Half(Method):\n    pass\n"
+    )
+    refused = coda(
+        "learn", "model", str(drawing_folders / "task-1"), "--method", "half.py:Half", cwd=tmp_path
+    )
+    assert refused.returncode == 2
+    assert "half.py:Half" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "model").exists()
