@@ -111,9 +111,9 @@ def learn(
                 store.refresh_copies(model)
                 store.end_lesson(model)
             typer.echo(
-                f"coda: {escape_control_characters(str(model))}: an earlier run of this command learned these images "
-                "and was interrupted while saving. The save is complete now; nothing was learned "
-                "twice.",
+                f"coda: {escape_control_characters(str(model))}: an earlier run of this command "
+                "learned these images and was interrupted while saving. The save is complete now; "
+                "nothing was learned twice.",
                 err=True,
             )
             return
@@ -255,8 +255,8 @@ def info(model: Model, as_json: AsJson = False) -> None:
     console = stdout_console()
     print_line(
         console,
-        f"{decode_file_name(str(model))}: {len(description.classes)} classes in {len(description.tasks)} "
-        f"tasks, {description.method} on {description.backbone.name}, "
+        f"{decode_file_name(str(model))}: {len(description.classes)} classes in "
+        f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     rows = [
