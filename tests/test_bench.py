@@ -18,7 +18,7 @@ from small import coda
 
 from coda_prompt.bench import report
 from coda_prompt.bench.config import load_benchmark, preset_names
-from coda_prompt.bench.runner import runs_of
+from coda_prompt.bench.runs import runs_of
 from coda_prompt.errors import BadOption, CodaError, MissingData, RunConfigChanged, UnknownName
 from coda_prompt.methods import METHODS
 
@@ -192,7 +192,7 @@ def test_a_mistake_ends_in_one_message_and_exit_code_2(
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingData, match="holds no finished run"):
+    with pytest.raises(MissingData, match="contains no finished run"):
         report.read_runs(tmp_path)
 
 

@@ -29,7 +29,7 @@ from test_models import changed
 from coda_prompt import ContinualClassifier
 from coda_prompt.bench import report, tables
 from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.runner import runs_of
+from coda_prompt.bench.runs import runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.data import images, pocket
 from coda_prompt.data.images import open_image

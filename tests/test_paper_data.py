@@ -22,8 +22,8 @@ from small import tiny_vit
 from typer.testing import CliRunner, Result
 
 from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.inputs import load_source, stream_of
-from coda_prompt.bench.runner import runs_of
+from coda_prompt.bench.inputs import load_source, load_stream
+from coda_prompt.bench.runs import runs_of
 from coda_prompt.cli import app
 from coda_prompt.data.paper import PAPER_DATASETS, cifar_pickle, paper_source
 from coda_prompt.data.paper.cifar_pickle import read_cifar_pickle
@@ -224,8 +224,8 @@ def test_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> None
     assert source.domain_names == TYPES
     removed = {}
     for seed in (0, 1):
-        stream = stream_of(benchmark, source, seed)
-        whole = stream_of(load_benchmark("imagenet-r-5"), source, seed)
+        stream = load_stream(benchmark, source, seed)
+        whole = load_stream(load_benchmark("imagenet-r-5"), source, seed)
         for task, before in zip(stream.tasks, whole.tasks, strict=True):
             assert task.train.domains is not None
             assert before.train.domains is not None
@@ -238,7 +238,7 @@ def test_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> None
             assert task.test.indices.tolist() == before.test.indices.tolist()
         removed[seed] = [task.removed_domains for task in stream.tasks]
         assert len(set(removed[seed])) > 1, "other types in each task"
-        again = stream_of(benchmark, source, seed)
+        again = load_stream(benchmark, source, seed)
         assert [task.removed_domains for task in again.tasks] == removed[seed]
     assert removed[0] != removed[1]
 
@@ -596,7 +596,7 @@ def test_imagenet_r_split_equals_its_lists(data: Path) -> None:
     assert source.class_names != tuple(sorted(WNIDS))
     assert [source.class_names[label] for label in LABELS] == WNIDS
     assert source.notes == ()
-    stream = stream_of(load_benchmark("imagenet-r-10"), source, seed=0)
+    stream = load_stream(load_benchmark("imagenet-r-10"), source, seed=0)
     assert stream.class_names[:2] == (WNIDS[LABELS.index(0)], WNIDS[LABELS.index(1)])
 
 
@@ -724,7 +724,7 @@ def test_domainnet_lists_may_be_in_another_folder(tmp_path: Path) -> None:
 
 def test_domainnet_domains_can_be_removed_per_task(data: Path) -> None:
     benchmark = load_benchmark("domainnet-5", ["stream.remove_domains=3"])
-    stream = stream_of(benchmark, paper_source("domainnet", data), seed=1)
+    stream = load_stream(benchmark, paper_source("domainnet", data), seed=1)
     for task in stream.tasks:
         assert task.train.domains is not None
         assert len(set(task.train.domains.tolist())) == 3

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.progress import BenchProgress
-from coda_prompt.bench.runner import Point, Run, runs_of
+from coda_prompt.bench.runs import Point, Run, runs_of
 from coda_prompt.training.settings import Event
 
 
@@ -37,11 +37,11 @@ def test_a_table_shows_all_runs_at_work(tmp_path: Path) -> None:
     assert any("coda-p" in line and "task 2/5, epoch 2/4, 50.0 % so far" in line for line in lines)
     assert any("ncm" in line and "task 1/5" in line for line in lines)
     assert " at " not in held.getvalue()
-    assert "0 done, 2 going on, 2 waiting" in held.getvalue()
+    assert "0 finished, 2 running, 2 waiting" in held.getvalue()
     assert progress._completed() == pytest.approx(4 * (1 + 1.5 / 4) / 5)
-    progress.finished(runs[1])
+    progress.finish(runs[1])
     console.print(progress._table())
-    assert "1 done, 1 going on, 2 waiting" in held.getvalue()
+    assert "1 finished, 1 running, 2 waiting" in held.getvalue()
 
 
 def test_a_sweep_names_the_point_of_each_run(tmp_path: Path) -> None:

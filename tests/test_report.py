@@ -18,7 +18,8 @@ from small import coda
 
 from coda_prompt.bench import cost, plots, report, tables
 from coda_prompt.bench.config import load_benchmark, shipped
-from coda_prompt.bench.runner import Run, parameters, runs_of
+from coda_prompt.bench.runner import parameter_counts
+from coda_prompt.bench.runs import Run, runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.errors import BadOption, CodaError, CorruptFile, RunConfigChanged, UnknownName
 from coda_prompt.methods import METHODS
@@ -155,7 +156,7 @@ def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0
     (run, *_) = runs_of(benchmark, [row], tmp_path)
     tasks = benchmark.stream.tasks or 1
     sizes = [(benchmark.classes or 0) // tasks] * tasks
-    method = cost.grown(benchmark, row, ViTConfig(), sizes)
+    method = cost.method_after(benchmark, row, ViTConfig(), sizes)
     run.folder.mkdir(parents=True)
     (run.folder / "config.json").write_text(json.dumps(run.config))
     inputs = {name: {"sha256": "0" * 64} for name in ("data", "backbone")}
@@ -166,7 +167,7 @@ def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0
         "matrix": held,
         "own_classes": held,
         "test_images": [10] * tasks,
-        "parameters": parameters(method, ViT(ViTConfig()).to("meta")),
+        "parameters": parameter_counts(method, ViT(ViTConfig()).to("meta")),
         "multiply_adds": cost.multiply_adds(benchmark, row, ViTConfig(), sizes)._asdict(),
         "seconds": 1.0,
         "peak_memory_bytes": 1,
@@ -202,13 +203,13 @@ def test_rows_that_were_not_measured_leave_forgetting_unknown(
     (curve,) = plots.accuracy_over_tasks(runs).axes[0].get_lines()
     points = list(curve.get_xdata())
     assert points == ([row + 1 for row in rows] if len(rows) > 1 else list(range(1, 11)))
-    assert all(path.stat().st_size for path in plots.all_pictures(runs, tmp_path))
+    assert all(path.stat().st_size for path in plots.benchmark_plots(runs, tmp_path))
     assert tables.full([line], runs)
 
 
 @pytest.mark.parametrize(("tasks", "ticks"), [(1, 1), (10, 10), (20, 10), (500, 10), (1200, 6)])
 def test_an_axis_of_many_tasks_has_few_numbers(tasks: int, ticks: int) -> None:
-    places, numbers = plots._numbered(tasks)
+    places, numbers = plots._task_ticks(tasks)
     assert len(places) == ticks
     assert numbers[-1] == str(places[-1] + 1)
 
@@ -360,7 +361,7 @@ def test_a_sweep_has_fewer_points_on_pocket() -> None:
     ("arguments", "kind", "message"),
     [
         (("componets", None, [], ""), UnknownName, "Did you mean 'components'"),
-        (("options.length", None, [], ""), BadOption, "say which values"),
+        (("options.length", None, [], ""), BadOption, "give the values of"),
         (("components", None, ["ft"], ""), UnknownName, "method in sweep components"),
         (("components", None, [], "1,2"), BadOption, "several fields"),
         (("options.length", "pocket", ["coda-p"], "[4"), BadOption, "is not a value"),
@@ -380,7 +381,7 @@ def test_a_wrong_sweep_is_named(
         (("options.length", "pocket", ["coda"], "4"), "Did you mean 'coda-p'"),
         (("training.epochs", "pocket", ["coda-p"], "0"), "epochs"),
         (("strenght", "pocket", ["coda-p"], "1"), "Did you mean 'strength'"),
-        (("options.length", "pocket", ["coda-p"], "4,8,4.0"), "4.0 is there twice"),
+        (("options.length", "pocket", ["coda-p"], "4,8,4.0"), "4.0 is given twice"),
     ],
 )
 def test_a_wrong_field_or_value_is_named(
@@ -445,7 +446,7 @@ def test_two_methods_with_one_name_are_refused(tmp_path: Path) -> None:
     twice.write_text("like: pocket\nname: twice\nmethods:\n  coda-p: {}\n  coda-p: {}\n")
     finished = coda("bench", str(twice), "--dry-run")
     assert finished.returncode == 2
-    assert "'coda-p' is there twice" in finished.stderr
+    assert "'coda-p' appears twice" in finished.stderr
     for name in ("a", "b"):
         (tmp_path / f"{name}.py").write_text(
             "from coda_prompt.methods import Method\nclass Mine(Method):\n    pass\n"

@@ -1,4 +1,4 @@
-"""What a benchmark is: a validated preset, overridden by a file and the command line."""
+"""Benchmark configuration: a validated preset or file, with overrides from the command line."""
 
 from __future__ import annotations
 
@@ -22,87 +22,98 @@ from coda_prompt.training.devices import Precision
 from coda_prompt.training.settings import Training
 
 Override = str | tuple[tuple[str, ...], Any]
-"""`a.b.c=value`, or the path of a field and its value."""
+"""`a.b.c=value` as text, or the path of a field and its value."""
 Protocol = Literal["paper", "release-2022", "release-2023"]
 RELEASES = ("release-2022", "release-2023")
+PACKAGE = Path(__file__).parent
 
 
 class Section(BaseModel):
-    """Fields of a file; unknown ones are mistakes."""
+    """Base of configuration sections; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class StreamSection(Section):
-    """How the source is cut into tasks."""
+    """How the data is cut into tasks."""
 
     tasks: int | None = Field(default=None, ge=1)
     classes_per_task: int | None = Field(default=None, ge=1)
     remove_domains: int = Field(default=0, ge=0)
-    """Domains taken out of each task's training images (the dual shift)."""
+    """Domains removed from the training images of each task (the paper's dual shift)."""
     validation: bool = False
-    """Test on a fifth of the training images; no test image is read."""
+    """Evaluate on a fifth of the training images; test images are not read."""
 
 
 class MethodSection(Section):
-    """A row of the table: a method, and what it does differently in this benchmark."""
+    """A row of the table: a method with its options in this benchmark."""
 
     method: str | None = None
-    """Which method it is; None: the one of the row's own name."""
+    """Name of the method. Default: the name of the row."""
     options: dict[str, Any] = {}
+    """Options of the method that differ from its defaults."""
     training: dict[str, Any] = {}
+    """Fields of `Training` for this row; they override those of the benchmark."""
 
 
 class Benchmark(Section):
-    """A benchmark and everything that decides its numbers."""
+    """A benchmark with everything that determines its numbers."""
 
     name: str = Field(pattern=r"^[^/\\\x00]+$")
-    """Of the folder of its runs, too."""
+    """Name of the benchmark and of the folder with its runs."""
     description: str = ""
     source: str
-    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, `shards:` and
-    the path or address of tar files, or an image folder."""
+    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, `shards:` with a path or
+    remote path of tar files, or an image folder."""
     data: Path | None = None
-    """The folder the paper's datasets lie in. Another place for the same data is the same run."""
+    """Folder with the paper's datasets. It does not identify a run: the data may be moved."""
     lists: Path | None = None
-    """The folder of the dataset's train and test lists; None: beside the data."""
+    """Folder with the dataset's train and test lists. Default: the data folder."""
     classes: int | None = Field(default=None, ge=1)
-    """How many the source has to have: half of an archive is not a smaller benchmark."""
+    """Number of classes the source must have; detects archives that were extracted in part."""
     strength: float | None = Field(default=None, ge=0)
-    """Of pocket's styles; None: the published one; 0: plain ink."""
+    """Strength of pocket's styles. Default: the published one; 0: plain drawings."""
     backbone: str = "pocket"
+    """Name in `coda backbones`, or the path of a .safetensors file."""
     preprocess: Literal["weights", "paper"] = "weights"
-    """Preprocessing as the weights declare them, or plain [0, 1] as the paper fed them."""
+    """Normalize pixels as the weights declare, or leave them in [0, 1] as the paper does."""
     resize: Literal["crop", "squash"] = "crop"
+    """Crop test images to a square, or resize without keeping the aspect ratio."""
     augmentation: Augmentation | None = None
+    """Augmentation of training images."""
     stream: StreamSection
     measure_every: int = Field(default=1, ge=1)
-    """Tasks between two rows of the accuracy matrix; the last is always there. Forgetting needs
-    all of them, but for thousands of tasks they take longer than training."""
+    """Evaluate after every so many tasks, and after the last. Forgetting needs every task (1), but
+    with thousands of tasks evaluation takes longer than training."""
     trials: int = Field(default=5, ge=1, le=10_000)
-    """Seeds, each fixing class order, splits and initial values for all methods."""
+    """Number of trials. Trials differ in their seed, which sets class order, splits and initial
+    values for all methods."""
     first_seed: int = Field(default=0, ge=0)
+    """Seed of the first trial; the following ones count up."""
     protocol: Protocol | None = None
-    """Whose word counts where paper and released code differ; None: the library's defaults."""
+    """What to follow where paper and released code differ. Default: the library's own choices."""
     precision: Precision = "32-true"
-    """Of the arithmetic; weights stay in float32 but under `64-true`."""
+    """Precision of the arithmetic; weights are stored in float32, with `64-true` in float64."""
     one_stage: bool = False
-    """Queries from the first blocks of the prompted pass itself, which has its prompts one block
-    later then (prompt methods' option `query`)."""
+    """Take queries from the first blocks of the prompted pass, whose prompts then start one block
+    later (option `query` of the prompt methods)."""
     training: dict[str, Any] = {}
-    """Fields of `Training` for every method; a method's own section goes before it."""
+    """Fields of `Training` for every method; a method's own section overrides them."""
     demo: tuple[str, ...] = ()
-    """Methods that run where none are named."""
+    """Methods to run by default."""
     methods: dict[str, MethodSection]
+    """Rows of the table, by name."""
 
     def method_of(self, row: str) -> str:
+        """Return the name of a row's method."""
         return self.methods.get(row, MethodSection()).method or row
 
     def entry_of(self, row: str) -> Entry:
+        """Return the registry entry of a row's method."""
         return methods.find(self.method_of(row))
 
     def method_config(self, name: str) -> MethodConfig:
-        """The options of a row; components are shared out over the stream's tasks."""
+        """Return the resolved options of a row; the stream sets the number of tasks."""
         entry = self.entry_of(name)
         options = dict(self.methods.get(name, MethodSection()).options)
         if "tasks" in entry.type.Config.__dataclass_fields__ and self.stream.tasks is not None:
@@ -110,25 +121,27 @@ class Benchmark(Section):
         if issubclass(entry.type.Config, CodaConfig) and self.protocol is not None:
             options.setdefault("preset", self.protocol)
         if issubclass(entry.type.Config, PromptConfig) and self.one_stage:
-            usual = asdict(make_config(entry.type.Config, name, dict(entry.options)))
-            for field in (field for field in usual if field.endswith("blocks")):
-                options.setdefault(field, tuple(block + 1 for block in usual[field]))
+            defaults = asdict(make_config(entry.type.Config, name, dict(entry.options)))
+            for field in (field for field in defaults if field.endswith("blocks")):
+                options.setdefault(field, tuple(block + 1 for block in defaults[field]))
             options.setdefault("query", "early")
         return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:
-        """Of one trial, whose seed it is: no field sets that."""
+        """Return the resolved training settings of a row in the trial with this seed."""
         protocol = {"schedule": "lagging-cosine"} if self.protocol in RELEASES else {}
         own = self.methods.get(name, MethodSection()).training
         if "seed" in {**self.training, **own}:
             raise BadOption(
-                f"benchmark {self.name}", "training.seed", "trials have seeds; set first_seed"
+                f"benchmark {self.name}",
+                "training.seed",
+                "each trial has its own seed; set first_seed instead",
             )
         fields = {**protocol, **self.training, **own, "seed": seed}
         return make_config(Training, "the training", fields)
 
     def resolved(self, names: Iterable[str]) -> Benchmark:
-        """These rows with every option said that methods and protocol would fill in."""
+        """Return the benchmark with these rows only and every option and default written out."""
         sections = {}
         for name in names:
             training = asdict(self.method_training(name, 0))
@@ -137,44 +150,46 @@ class Benchmark(Section):
             sections[name] = MethodSection(
                 method=self.method_of(name), options=options, training=training
             )
-        said = {
+        update = {
             "methods": sections,
             "training": {},
             "protocol": None,
             "one_stage": False,
             "demo": (),
         }
-        return self.model_copy(update=said)
+        return self.model_copy(update=update)
 
 
 def preset_names() -> list[str]:
+    """List the presets that come with the package."""
     return shipped("presets")
 
 
 def shipped(folder: str) -> list[str]:
-    """Names of the YAML files in a folder of the package."""
-    files = (file.name for file in _shipped_files(folder).iterdir())
-    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
-
-
-def _shipped_files(folder: str) -> Path:
-    return Path(__file__).parent / folder
+    """List the YAML files in `presets` or `sweeps` of the package, without extension."""
+    return sorted(path.stem for path in (PACKAGE / folder).glob("*.yaml"))
 
 
 def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Benchmark:
-    """A preset by name or a YAML file, with fields overridden, validated.
+    """Load a preset by name, or a YAML or JSON file, apply overrides and validate it.
 
-    Its section `release` holds what the released scripts do otherwise in this benchmark. It is
-    laid over the other fields under a `release-*` protocol, below the overrides.
+    The section `release` contains what the released scripts do differently in this benchmark. With
+    a `release-*` protocol it overrides the other fields, and is overridden by `overrides`.
+
+    Raises:
+        UnknownName: A preset, field or method does not exist.
+        BadOption: A value is invalid.
     """
-    fields = _merged(name_or_path)
+    fields = _load_fields(name_or_path)
     released = fields.pop("release", {})
     if not isinstance(released, dict):
-        raise BadOption(f"benchmark {name_or_path}", "release", "needs fields of a benchmark")
-    settings = _for_all_methods(fields, [_parsed(override) for override in overrides])
-    if _overridden(fields, settings).get("protocol") in RELEASES:
-        fields = _laid_over(fields, released)
-    fields = _overridden(fields, settings)
+        raise BadOption(
+            f"benchmark {name_or_path}", "release", "must contain fields of a benchmark"
+        )
+    settings = _for_all_methods(fields, [_parse_override(override) for override in overrides])
+    if _apply(fields, settings).get("protocol") in RELEASES:
+        fields = _merge_nested(fields, released)
+    fields = _apply(fields, settings)
     try:
         benchmark = Benchmark(**fields)
     except ValidationError as error:
@@ -189,58 +204,64 @@ def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Ben
 def _for_all_methods(
     fields: dict[str, Any], settings: list[tuple[tuple[str, ...], Any]]
 ) -> list[tuple[tuple[str, ...], Any]]:
-    """`training.…` from the command line is for every method, also one with its own in the file.
+    """Make `training.*` settings apply to every method, also to those that set it in the file.
 
-    What the command line says of one method goes before it, in whatever order they come.
+    Settings of a single method take precedence over them, independent of their order.
     """
     methods = fields.get("methods")
     sections = methods if isinstance(methods, dict) else {}
     common = [setting for setting in settings if setting[0][0] == "training"]
-    own = [
+    per_method = [
         (("methods", name, *path), value)
         for path, value in common
         for name, section in sections.items()
         if isinstance(section, dict) and path[-1] in (section.get("training") or {})
     ]
-    return [*common, *own, *(setting for setting in settings if setting[0][0] != "training")]
+    return [*common, *per_method, *(setting for setting in settings if setting[0][0] != "training")]
 
 
-def _merged(name_or_path: str) -> dict[str, Any]:
-    """The fields of a preset; `like: other` takes over that preset's where it has none."""
+def _load_fields(name_or_path: str) -> dict[str, Any]:
+    """Read the fields of a preset; `like: other` inherits the other fields of that preset."""
     fields = read_fields(name_or_path, "benchmark", "presets")
     base = fields.pop("like", None)
     if base is None:
         return fields
     if not isinstance(base, str):
-        raise BadOption(f"benchmark {name_or_path}", "like", "needs the name of a preset")
-    inherited = _merged(base)
-    return {**inherited, **fields}
+        raise BadOption(f"benchmark {name_or_path}", "like", "must be the name of a preset")
+    return {**_load_fields(base), **fields}
 
 
 def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
-    """A file of fields: by its path, or by name from a folder of the package."""
+    """Read a configuration file: by path, or by name from a folder of the package.
+
+    Args:
+        what: What the file describes, for messages.
+        folder: `presets` or `sweeps`.
+    """
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json"):
         if not path.is_file():
-            raise MissingData(path, "there is no such file", f"Name a {what} or a YAML file.")
+            raise MissingData(
+                path, "there is no such file", f"Give the name of a {what} or a YAML file."
+            )
         text = path.read_bytes()
     else:
         known = shipped(folder)
         if name_or_path not in known:
             raise UnknownName(what, name_or_path, known)
-        text = (_shipped_files(folder) / f"{name_or_path}.yaml").read_bytes()
+        text = (PACKAGE / folder / f"{name_or_path}.yaml").read_bytes()
     try:
         fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
-        raise CorruptFile(name_or_path, f"cannot be read as fields ({problem})") from error
+        raise CorruptFile(name_or_path, f"is not valid YAML or JSON ({problem})") from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
         raise CorruptFile(name_or_path, f"does not describe a {what}")
     return fields
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a field that is there twice is a mistake, not the last one's victory."""
+    """YAML loader that rejects duplicate keys instead of taking the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -248,21 +269,21 @@ class _UniqueKeys(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if str(key) in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key}' is there twice", key_node.start_mark
+                    None, None, f"'{key}' appears twice", key_node.start_mark
                 )
             seen.add(str(key))
         return super().construct_mapping(node, deep)
 
 
-def _laid_over(fields: Any, above: Any) -> Any:
-    """Nested fields, with those of `above` before them."""
-    if not (isinstance(fields, dict) and isinstance(above, dict)):
-        return above
-    inner = {key: _laid_over(fields.get(key), value) for key, value in above.items()}
-    return {**fields, **inner}
+def _merge_nested(fields: Any, update: Any) -> Any:
+    """Return nested fields, overridden by those of `update`."""
+    if not (isinstance(fields, dict) and isinstance(update, dict)):
+        return update
+    merged = {key: _merge_nested(fields.get(key), value) for key, value in update.items()}
+    return {**fields, **merged}
 
 
-def _parsed(override: Override) -> tuple[tuple[str, ...], Any]:
+def _parse_override(override: Override) -> tuple[tuple[str, ...], Any]:
     if not isinstance(override, str):
         return override
     path, equals, value = override.partition("=")
@@ -272,7 +293,7 @@ def _parsed(override: Override) -> tuple[tuple[str, ...], Any]:
 
 
 def parse_value(text: str) -> Any:
-    """JSON, or else YAML, whose numbers need a dot where JSON's do not (1e-3)."""
+    """Parse a value as JSON, else as YAML: YAML alone would read 1e-3 as text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -283,20 +304,21 @@ def parse_value(text: str) -> Any:
         raise BadOption("the command line", "set", f"'{text[:200]}' is not a value") from error
 
 
-def _overridden(
-    fields: dict[str, Any], overrides: Iterable[tuple[tuple[str, ...], Any]]
+def _apply(
+    fields: dict[str, Any], settings: Iterable[tuple[tuple[str, ...], Any]]
 ) -> dict[str, Any]:
+    """Return a copy of the fields with these settings, creating sections as needed."""
     fields = {**fields}
-    for path, value in overrides:
-        *parents, last = path
-        place = fields
+    for path, value in settings:
+        *parents, name = path
+        section = fields
         for parent in parents:
-            inner = place.get(parent) or {}
+            inner = section.get(parent) or {}
             if not isinstance(inner, dict):
-                whole = ".".join(path)
-                raise BadOption("the command line", "set", f"'{parent}' in '{whole}' has no fields")
-            place[parent] = place = {**inner}
-        place[last] = value
+                problem = f"'{parent}' in '{'.'.join(path)}' has no fields"
+                raise BadOption("the command line", "set", problem)
+            section[parent] = section = {**inner}
+        section[name] = value
     return fields
 
 
@@ -306,7 +328,7 @@ def bad_field(
     sections: Mapping[str, type[BaseModel]],
     whole: type[BaseModel],
 ) -> BadOption | UnknownName:
-    """One message about the first thing wrong."""
+    """Turn pydantic's first error into an exception that names the field."""
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
@@ -316,7 +338,7 @@ def bad_field(
 
 
 def check_rows(benchmark: Benchmark, names: Sequence[str]) -> None:
-    """That these rows exist, or are methods of a file."""
+    """Check that these rows exist, or are methods of a file (`file.py:Class`)."""
     for name in names:
         if ".py:" not in name and name not in benchmark.methods:
             raise UnknownName(f"method in {benchmark.name}", name, benchmark.methods)

@@ -1,4 +1,4 @@
-"""What a method costs, counted without computing anything: the same classes on the meta device."""
+"""Count the operations of a method without computing anything, on the meta device."""
 
 from __future__ import annotations
 
@@ -20,26 +20,32 @@ BATCH = 4
 
 
 class MultiplyAdds(NamedTuple):
-    """For one image, of matrix products and convolutions."""
+    """Multiply-adds of matrix products and convolutions for one image."""
 
     training: float
-    """A step in the last task: query, forward and backward pass."""
+    """One training step in the last task: query, forward and backward pass."""
     inference: float
+    """One prediction: query and forward pass."""
 
 
-def grown(
+def method_after(
     benchmark: Benchmark, row: str, vit: ViTConfig, tasks: Sequence[int], *, finish: bool = True
 ) -> Method:
-    """A row's method as it is after tasks of these many classes, or in the midst of the last."""
+    """Create a row's method as it is after learning tasks, on the meta device.
+
+    Args:
+        tasks: Number of classes in each task.
+        finish: Whether the last task is finished, or about to be trained.
+    """
     options = asdict(benchmark.method_config(row))
     with torch.device("meta"):
         method = methods.make(benchmark.method_of(row), ViT(vit), **options)
     for module in method.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_floating_point():  # read as numbers while it grows, so they are real
+            if not buffer.is_floating_point():  # begin_task reads these values: keep them real
                 setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
-    for index, last_row in enumerate(accumulate(tasks)):
-        rows = range(last_row - tasks[index], last_row)
+    for index, end in enumerate(accumulate(tasks)):
+        rows = range(end - tasks[index], end)
         means = torch.zeros(len(rows), vit.width, device="meta")
         method.begin_task(TaskBrief(index, 0, tuple(rows), torch.tensor(rows), means))
         if finish or index < len(tasks) - 1:
@@ -50,39 +56,38 @@ def grown(
 def multiply_adds(
     benchmark: Benchmark, row: str, vit: ViTConfig, tasks: Sequence[int]
 ) -> MultiplyAdds:
-    """Cached queries are computed once a task, so each epoch bears its share of them."""
+    """Count the multiply-adds of a row's method after tasks with these numbers of classes.
+
+    Cached queries are computed once per task, so each epoch is charged a share of them.
+    """
     training = benchmark.method_training(row, 0)
-    method = grown(benchmark, row, vit, tasks, finish=False)
+    method = method_after(benchmark, row, vit, tasks, finish=False)
     images = torch.zeros(BATCH, vit.channels, vit.image_size, vit.image_size, device="meta")
-    with _counting() as counter:
+    with FlopCounterMode(display=False) as counter:
         queries = method.queries(images) if method.needs_queries else None
-    query = _each(counter)
+    query_cost = _per_image(counter)
     if method.trainable_parameters():
-        training_cost = _step(method, images, queries)
-        training_cost += query / (training.epochs if training.queries == "cached" else 1)
-    else:  # one pass over the images for their features
-        with _counting() as counter, torch.no_grad():
+        training_cost = _step_cost(method, images, queries)
+        training_cost += query_cost / (training.epochs if training.queries == "cached" else 1)
+    else:  # closed form: one pass over the images for their features
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
             method.features(images, queries)
-        training_cost = query + _each(counter)
+        training_cost = query_cost + _per_image(counter)
     method.end_task()
     method.eval()
-    with _counting() as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         method.logits(images, queries)
-    return MultiplyAdds(training_cost, query + _each(counter))
+    return MultiplyAdds(training_cost, query_cost + _per_image(counter))
 
 
-def _step(method: Method, images: Tensor, queries: Tensor | None) -> float:
+def _step_cost(method: Method, images: Tensor, queries: Tensor | None) -> float:
     method.train()
     labels = torch.zeros(BATCH, dtype=torch.int64, device="meta")
-    with _counting() as counter:
+    with FlopCounterMode(display=False) as counter:
         loss = method.loss(images, labels, queries)
         (loss.mean.sum() + loss.total.sum() + loss.penalty).backward()
-    return _each(counter)
+    return _per_image(counter)
 
 
-def _counting() -> FlopCounterMode:
-    return FlopCounterMode(display=False)
-
-
-def _each(counter: FlopCounterMode) -> float:
+def _per_image(counter: FlopCounterMode) -> float:
     return counter.get_total_flops() / 2 / BATCH

@@ -1,4 +1,4 @@
-"""Where a run took place: versions, hashes, the machine and its memory."""
+"""The environment of a run: versions, input hashes, machine and peak memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from coda_prompt.data.sources import Source
 from coda_prompt.model.catalog import LoadedBackbone
 
 
-def hashes(surroundings: dict[str, Any]) -> dict[str, str]:
-    return {name: surroundings[name]["sha256"] for name in ("data", "backbone")}
+def input_hashes(environment: dict[str, Any]) -> dict[str, str]:
+    """Return the hashes of a run's data and backbone."""
+    return {name: environment[name]["sha256"] for name in ("data", "backbone")}
 
 
-def environment(backbone: LoadedBackbone, source: Source, fabric: Fabric) -> dict[str, Any]:
-    """What else the numbers may depend on."""
+def describe_environment(
+    backbone: LoadedBackbone, source: Source, fabric: Fabric
+) -> dict[str, Any]:
+    """Describe everything outside the configuration that the numbers may depend on."""
     packages = ("torch", "lightning-fabric", "numpy", "pillow", "safetensors")
     return {
         "coda_prompt": __version__,
@@ -46,7 +49,7 @@ def environment(backbone: LoadedBackbone, source: Source, fabric: Fabric) -> dic
 
 
 class PeakMemory:
-    """The most this process has held since this was made: on the device, or else of the host."""
+    """Peak memory of this process since creation: of the GPU if there is one, else of the host."""
 
     STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -54,10 +57,10 @@ class PeakMemory:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         with contextlib.suppress(OSError):
-            self.RESET.write_text("5")  # Linux: the high-water mark starts anew
+            self.RESET.write_text("5")  # Linux: reset the high-water mark
 
     def peak(self) -> int:
-        """In bytes. Where the mark cannot start anew it is that of the process's whole life."""
+        """Return bytes; where the mark cannot be reset, those since the process started."""
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated()
         with contextlib.suppress(OSError):
@@ -69,15 +72,15 @@ class PeakMemory:
 
 
 def _commit() -> str | None:
-    """Of the checkout this package runs from, if it is one."""
+    """Return the git commit of the checkout this package runs from, if it is one."""
     git = ["git", "-C", str(Path(__file__).parent)]
     tracked = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
-    described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        for command in (tracked, described):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            if done.returncode:
+        for command in (tracked, describe):
+            finished = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            if finished.returncode:
                 return None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return finished.stdout.strip() or None

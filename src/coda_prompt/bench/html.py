@@ -1,4 +1,4 @@
-"""A report as files: tables in every form, pictures, and one page that opens from disk."""
+"""Write a report: tables as Markdown, LaTeX and CSV, plots, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -34,27 +34,34 @@ figcaption { color: #444; }
 CAPTIONS = {
     "accuracy": "Accuracy over all classes learned so far; bands are one standard deviation.",
     "matrices": "Accuracy on each task after each task, mean of the trials.",
-    "forgetting": "What each task lost between its best moment and the end.",
+    "forgetting": "Accuracy each task lost between its best value and the end.",
     "parameters": "Trained parameters against final accuracy.",
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """The runs of one benchmark or of one sweep in it."""
+    """Tables and plots of one benchmark, or of one sweep in it."""
 
     title: str
     tables: list[Table]
-    pictures: list[Path]
+    plots: list[Path]
     rows: list[dict[str, Any]]
 
 
 def write_report(runs: Sequence[FinishedRun], root: Path, out: Path) -> tuple[list[Part], Path]:
-    """Everything about the runs found below `root`; the page's path comes back, too."""
+    """Write the report of runs to the folder `out`.
+
+    Args:
+        root: The folder the runs were read from; their paths below it name the parts.
+
+    Returns:
+        The parts of the report and the path of the HTML page.
+    """
     parts = []
-    for place, own in sorted(grouped(runs, lambda run: _place(run, root)).items()):
-        folder = out / "pictures" / place.replace("/", "-")
-        parts.append(_part(place, own, folder))
+    for title, part_runs in sorted(grouped(runs, lambda run: _part_title(run, root)).items()):
+        folder = out / "pictures" / title.replace("/", "-")
+        parts.append(_part(title, part_runs, folder))
     page = out / "index.html"
     files = {
         "report.md": _markdown(parts, out),
@@ -69,8 +76,11 @@ def write_report(runs: Sequence[FinishedRun], root: Path, out: Path) -> tuple[li
     return parts, page
 
 
-def _place(run: FinishedRun, root: Path) -> str:
-    """Where a table's runs lie: root / place / row / trial (a sweep's: / row / value / trial)."""
+def _part_title(run: FinishedRun, root: Path) -> str:
+    """Return the path below `root` that contains the rows of a run's table.
+
+    Runs are in root / title / row / trial, those of a sweep in root / title / row / value / trial.
+    """
     table = run.folder.resolve().parents[1 if run.sweep is None else 2]
     root = root.resolve()
     if table != root and table.is_relative_to(root):
@@ -80,12 +90,10 @@ def _place(run: FinishedRun, root: Path) -> str:
 
 def _part(title: str, runs: Sequence[FinishedRun], folder: Path) -> Part:
     if runs[0].sweep is not None:
-        swept = sweep_rows(runs)
-        pictures = plots.sweep_pictures(swept, folder)
-        return Part(title, tables.sweep(swept), pictures, swept)
+        table = sweep_rows(runs)
+        return Part(title, tables.sweep(table), plots.sweep_plots(table, folder), table)
     table = rows(runs)
-    pictures = plots.all_pictures(runs, folder)
-    return Part(title, tables.full(table, runs), pictures, table)
+    return Part(title, tables.full(table, runs), plots.benchmark_plots(runs, folder), table)
 
 
 def _markdown(parts: Sequence[Part], out: Path) -> str:
@@ -93,10 +101,7 @@ def _markdown(parts: Sequence[Part], out: Path) -> str:
     for part in parts:
         lines.append(f"# {part.title}\n")
         lines += [f"## {table.title}\n\n{table.markdown()}" for table in part.tables]
-        lines += [
-            f"![{picture.stem}]({picture.relative_to(out).as_posix()})\n"
-            for picture in part.pictures
-        ]
+        lines += [f"![{plot.stem}]({plot.relative_to(out).as_posix()})\n" for plot in part.plots]
     return "\n".join(lines)
 
 
@@ -105,9 +110,9 @@ def _html(parts: Sequence[Part]) -> str:
     for number, part in enumerate(parts):
         title = html.escape(part.title)
         links.append(f'<a href="#part-{number}">{title}</a>')
-        shown = "".join(f'<div class="wide">{table.html()}</div>\n' for table in part.tables)
-        pictures = "".join(_figure(picture) for picture in part.pictures)
-        sections.append(f'<h2 id="part-{number}">{title}</h2>\n{shown}{pictures}')
+        html_tables = "".join(f'<div class="wide">{table.html()}</div>\n' for table in part.tables)
+        figures = "".join(_figure(plot) for plot in part.plots)
+        sections.append(f'<h2 id="part-{number}">{title}</h2>\n{html_tables}{figures}')
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'
@@ -117,10 +122,10 @@ def _html(parts: Sequence[Part]) -> str:
     )
 
 
-def _figure(picture: Path) -> str:
-    """The SVG inside the page, as an image so that its names cannot meet those of another."""
-    data = base64.b64encode(picture.with_suffix(".svg").read_bytes()).decode()
-    caption = html.escape(CAPTIONS.get(picture.stem, "Final accuracy against the swept values."))
+def _figure(plot: Path) -> str:
+    """Embed an SVG as an image, so that its element ids cannot clash with those of another."""
+    data = base64.b64encode(plot.with_suffix(".svg").read_bytes()).decode()
+    caption = html.escape(CAPTIONS.get(plot.stem, "Final accuracy against the swept values."))
     return (
         f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
         f"<figcaption>{caption}</figcaption></figure>\n"

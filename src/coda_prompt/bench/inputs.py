@@ -1,4 +1,4 @@
-"""What a benchmark runs on: its data, cut into tasks, and its backbone."""
+"""Load what a benchmark runs on: its data, cut into tasks, and its backbone."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from coda_prompt.errors import MissingData, UnknownName
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 
 
-class Inputs:
-    """Data and backbone of the run at hand, kept while the next run needs the same."""
+class InputCache:
+    """Backbone and data of the last run, reused as long as the next run needs the same."""
+
+    FIELDS = frozenset({"source", "data", "lists", "classes", "strength", "backbone"})
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._held: tuple[LoadedBackbone, Source] | None = None
+        self._fields: dict[str, object] = {}
+        self._inputs: tuple[LoadedBackbone, Source] | None = None
 
-    def of(self, benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
-        """Missing data are told before a backbone is fetched."""
-        deciding = {"source", "data", "lists", "classes", "strength", "backbone"}
-        key = benchmark.model_dump(include=deciding)
-        if self._held is None or key != self._key:
+    def load(self, benchmark: Benchmark) -> tuple[LoadedBackbone, Source]:
+        """Return backbone and data; missing data are reported before a backbone is downloaded."""
+        fields = benchmark.model_dump(include=set(self.FIELDS))
+        if self._inputs is None or fields != self._fields:
             source = load_source(benchmark)
-            self._key, self._held = key, (load_backbone(benchmark.backbone), source)
-        return self._held
+            self._fields, self._inputs = fields, (load_backbone(benchmark.backbone), source)
+        return self._inputs
 
 
 def load_source(benchmark: Benchmark) -> Source:
-    """The benchmark's data, with as many classes as it has to have."""
+    """Open the benchmark's data and check its number of classes."""
     source = _find_source(benchmark)
     if benchmark.classes not in (None, len(source.class_names)):
         raise MissingData(
@@ -62,5 +63,6 @@ def _find_source(benchmark: Benchmark) -> Source:
     return folder_source(name)
 
 
-def stream_of(benchmark: Benchmark, source: Source, seed: int) -> Stream:
+def load_stream(benchmark: Benchmark, source: Source, seed: int) -> Stream:
+    """Cut the data into the tasks of one trial."""
     return make_stream(source, seed=seed, **benchmark.stream.model_dump())

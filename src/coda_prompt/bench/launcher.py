@@ -1,4 +1,4 @@
-"""Run what is not finished yet: in turn, in parallel processes or on a Ray cluster."""
+"""Execute unfinished runs: one after another, in parallel processes or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from coda_prompt.bench.config import Benchmark
 from coda_prompt.bench.processes import run_in_parallel
 from coda_prompt.bench.progress import BenchProgress
 from coda_prompt.bench.ray_cluster import Cluster, run_on_ray
-from coda_prompt.bench.runner import OnEvent, Run, run_in_turn, write_json
+from coda_prompt.bench.runner import OnEvent, run_sequentially
+from coda_prompt.bench.runs import Run, write_json
 from coda_prompt.console import stderr_console
 from coda_prompt.errors import BadOption, FolderBusy
 from coda_prompt.storage.files import exclusive_lock
@@ -24,85 +25,99 @@ from coda_prompt.training.devices import Devices, check_shardable
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How runs are done and shown; no number depends on it."""
+    """Where and how runs are executed; none of it affects their numbers."""
 
     out: str
-    """A folder, or the address (`s3://...`) of one."""
+    """Folder for the run folders, or a remote path (`s3://...`)."""
     jobs: int = 1
+    """Runs executed at the same time in parallel processes."""
     devices: Devices = field(default_factory=Devices)
-    """Of each run, where they run in turn."""
+    """Devices that train each run together, if runs are executed one after another."""
     cluster: Cluster | None = None
+    """Ray cluster to execute the runs on."""
     tensorboard: bool = False
+    """Also write TensorBoard files to the run folders."""
     keep: bool = False
+    """Also save the learned state in the run folders."""
 
     def __post_init__(self) -> None:
-        if self.devices.distributed and (self.jobs > 1 or self.cluster is not None):
-            problem = "runs at a time have one device each; leave one of the two out"
+        concurrent = self.jobs > 1 or self.cluster is not None
+        if self.devices.distributed and concurrent:
+            problem = "concurrent runs have one device each; use --devices or concurrent runs"
             raise BadOption("coda bench", "devices", problem)
         if self.jobs > 1 and self.cluster is not None:
-            problem = "a Ray cluster has as many runs at a time as fit; leave it out"
+            problem = "a Ray cluster executes as many runs at a time as fit; remove --jobs"
             raise BadOption("coda bench", "jobs", problem)
-        if self.devices.distributed and self.home is not None:
-            problem = "processes that share a run need a folder that all of them see"
+        if self.devices.distributed and self.remote is not None:
+            problem = "processes that share a run need a folder that all of them can access"
             raise BadOption("coda bench", "out", problem)
-        if self.out.startswith("memory://") and (self.jobs > 1 or self.cluster is not None):
-            problem = "memory is not shared with other processes; name a folder or an address"
+        if self.out.startswith("memory://") and concurrent:
+            problem = "memory is not shared with other processes; use a folder or a remote path"
             raise BadOption("coda bench", "out", problem)
 
     @property
     def folder(self) -> Path:
-        """Here; where `out` is an address, a copy."""
+        """Local folder; a copy if `out` is a remote path."""
         return local_folder(self.out)[0]
 
     @property
-    def home(self) -> str | None:
+    def remote(self) -> str | None:
+        """Remote path, if `out` is one."""
         return local_folder(self.out)[1]
 
     @cached_property
     def mirror(self) -> Mirror | None:
-        return None if self.home is None else Mirror(self.folder, self.home)
+        """Synchronizes the local folder with the remote path, if there is one."""
+        return None if self.remote is None else Mirror(self.folder, self.remote)
 
 
 def run_all(
     runs: Sequence[Run], options: RunOptions, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
-    """Do what is not done yet."""
+    """Execute the runs that are not finished, and read the results of all.
+
+    Args:
+        saved: Resolved benchmarks to write next to the runs, by path.
+    """
     if options.mirror is None:
-        return _run_here(runs, options, saved)
+        return _run_all(runs, options, saved)
     lock = options.folder.with_name(f"{options.folder.name}.lock")
     lock.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(lock, FolderBusy):
-        return _run_here(runs, options, saved)
+    with exclusive_lock(lock, FolderBusy):  # the local copy belongs to one command at a time
+        return _run_all(runs, options, saved)
 
 
-def _run_here(
+def _run_all(
     runs: Sequence[Run], options: RunOptions, saved: dict[Path, Benchmark]
 ) -> list[report.FinishedRun]:
-    folder, home, mirror = options.folder, options.home, options.mirror
+    folder, remote, mirror = options.folder, options.remote, options.mirror
     if mirror is not None:
         mirror.pull()
     runs = [
         dataclasses.replace(
             run,
-            home=home and f"{home}/{run.folder.relative_to(folder).as_posix()}",
+            remote=remote and f"{remote}/{run.folder.relative_to(folder).as_posix()}",
             tensorboard=options.tensorboard,
-            keep=options.keep,
+            save_learned=options.keep,
             device=options.devices.accelerator,
         )
         for run in runs
     ]
-    todo = [run for run in runs if not run.finished()]
+    unfinished = [run for run in runs if not run.is_finished()]
     if options.devices.strategy == "fsdp":
-        for run in todo:
+        for run in unfinished:
             check_shardable(run.benchmark.entry_of(run.method).type, run.method)
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))
     if mirror is not None:
         mirror.push()
-    with _executor(todo, options) as execute, BenchProgress(todo, stderr_console()) as progress:
-        for run in execute(progress.on_event):
-            progress.finished(run)
+    with (
+        _executor(unfinished, options) as execute_all,
+        BenchProgress(unfinished, stderr_console()) as progress,
+    ):
+        for run in execute_all(progress.on_event):
+            progress.finish(run)
     if mirror is not None:
         mirror.pull()
     return [report.read_run(run.folder) for run in runs]
@@ -110,19 +125,20 @@ def _run_here(
 
 @contextlib.contextmanager
 def _executor(
-    todo: Sequence[Run], options: RunOptions
+    runs: Sequence[Run], options: RunOptions
 ) -> Iterator[Callable[[OnEvent], Iterator[Run]]]:
-    """What does these runs and yields each when it is done."""
+    """Choose how to execute the runs; the function yields each run when it is finished."""
     if options.cluster is not None:
         cluster = options.cluster
-        yield lambda on_event: run_on_ray(todo, cluster, on_event)
-    elif options.jobs > 1 and len(todo) > 1:
-        yield lambda on_event: run_in_parallel(todo, options.jobs, on_event)
+        yield lambda on_event: run_on_ray(runs, cluster, on_event)
+    elif options.jobs > 1 and len(runs) > 1:
+        yield lambda on_event: run_in_parallel(runs, options.jobs, on_event)
     elif options.devices.distributed:
-        precision, *others = {run.benchmark.precision for run in todo} or {"32-true"}
+        precision, *others = {run.benchmark.precision for run in runs} or {"32-true"}
         if others:
-            raise BadOption("coda sweep", "devices", "runs of several precisions have one each")
+            problem = "runs that differ in precision cannot share devices; leave --devices out"
+            raise BadOption("coda sweep", "devices", problem)
         with dataclasses.replace(options.devices, precision=precision).launch_processes() as fabric:
-            yield lambda on_event: run_in_turn(todo, on_event, fabric)
+            yield lambda on_event: run_sequentially(runs, on_event, fabric)
     else:
-        yield lambda on_event: run_in_turn(todo, on_event)
+        yield lambda on_event: run_sequentially(runs, on_event)

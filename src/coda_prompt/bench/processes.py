@@ -1,4 +1,4 @@
-"""Several runs at once, each in a process of its own with its share of the threads."""
+"""Execute several runs at once, each in its own process with its share of the CPU threads."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from typing import Any
 
 import torch
 
-from coda_prompt.bench.inputs import Inputs
-from coda_prompt.bench.runner import OnEvent, Run, execute
+from coda_prompt.bench.inputs import InputCache
+from coda_prompt.bench.runner import OnEvent, execute
+from coda_prompt.bench.runs import Run
 from coda_prompt.errors import CodaError, Interrupted, ProcessDied
 from coda_prompt.shutdown import SIGNALS, ShutdownFlag, exit_with_parent, signals_ignored
 from coda_prompt.training.settings import Event
 
-LAST_STEP = 600
-"""Seconds the workers have to finish and keep the step at hand when all is to stop."""
+SHUTDOWN_TIMEOUT = 600
+"""Seconds that workers have to finish and checkpoint their current step."""
 
 
 def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterator[Run]:
-    """Run all, so many at a time; each is yielded when its result is there."""
+    """Execute runs, `jobs` at a time, and yield each one when it is finished."""
     context = multiprocessing.get_context("spawn")
-    waiting: Any = context.Queue()
-    told: Any = context.Queue()
+    pending: Any = context.Queue()
+    reports: Any = context.Queue()
     stopping: Any = context.Event()
     for number in [*range(len(runs)), *[None] * jobs]:
-        waiting.put(number)
+        pending.put(number)
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    given = (list(runs), waiting, told, threads, stopping)
+    arguments = (list(runs), pending, reports, threads, stopping)
     workers = [
-        context.Process(target=_work, args=given, daemon=True) for _ in range(min(jobs, len(runs)))
+        context.Process(target=_work, args=arguments, daemon=True)
+        for _ in range(min(jobs, len(runs)))
     ]
-    with signals_ignored():  # from birth: the parent tells them to stop
+    with signals_ignored():  # workers inherit this: the parent tells them when to stop
         for worker in workers:
             worker.start()
-    stop = ShutdownFlag()
+    should_stop = ShutdownFlag()
     try:
-        with stop.handling_signals():
-            for number, news in _news(workers, told, len(runs), stop):
-                if isinstance(news, Event):
-                    on_event(runs[number], news)
-                elif news is None:
+        with should_stop.handling_signals():
+            for number, report in _reports(workers, reports, len(runs), should_stop):
+                if isinstance(report, Event):
+                    on_event(runs[number], report)
+                elif report is None:
                     yield runs[number]
                 else:
-                    raise CodaError(news)
-            if stop():
+                    raise CodaError(report)
+            if should_stop():
                 stopping.set()
                 for worker in workers:
-                    worker.join(LAST_STEP)
+                    worker.join(SHUTDOWN_TIMEOUT)
                 raise Interrupted
     finally:
         for worker in workers:
@@ -59,42 +61,45 @@ def run_in_parallel(runs: Sequence[Run], jobs: int, on_event: OnEvent) -> Iterat
             worker.join()
 
 
-def _news(
-    workers: Sequence[BaseProcess], told: Any, left: int, stop: ShutdownFlag
+def _reports(
+    workers: Sequence[BaseProcess], reports: Any, unfinished: int, should_stop: ShutdownFlag
 ) -> Iterator[tuple[int, Event | str | None]]:
-    """What the workers tell, until all runs are done or all is to stop."""
-    while left and not stop():
+    """Yield what workers report until all runs are finished or a shutdown is requested.
+
+    A report is a run's number and an event, an error message, or None when the run is finished.
+    """
+    while unfinished and not should_stop():
         try:
-            number, news = told.get(timeout=1)
+            number, report = reports.get(timeout=1)
         except queue.Empty:
             lost = [worker for worker in workers if worker.exitcode not in (None, 0)]
             if lost:
                 cause = f"exit code {lost[0].exitcode}"
                 raise ProcessDied("runs the benchmark", cause, "with fewer --jobs") from None
             continue
-        left -= news is None
-        yield number, news
+        unfinished -= report is None
+        yield number, report
 
 
-def _work(runs: list[Run], waiting: Any, told: Any, threads: int, stopping: Any) -> None:
-    """One process: takes runs until there are none left."""
+def _work(runs: list[Run], pending: Any, reports: Any, threads: int, stopping: Any) -> None:
+    """Execute pending runs in a worker process until there are none left."""
     for kind in SIGNALS:
-        signal.signal(kind, signal.SIG_IGN)  # also where the parent could not see to it
+        signal.signal(kind, signal.SIG_IGN)  # in case the parent could not: it has no main thread
     parent = multiprocessing.parent_process()
     exit_with_parent(None if parent is None else parent.pid, 1)
     torch.set_num_threads(threads)
-    inputs = Inputs()
-    while not stopping.is_set() and (number := waiting.get()) is not None:
+    inputs = InputCache()
+    while not stopping.is_set() and (number := pending.get()) is not None:
 
-        def tell(run: Run, event: Event, number: int = number) -> None:
-            told.put((number, event))
+        def on_event(run: Run, event: Event, number: int = number) -> None:
+            reports.put((number, event))
 
         try:
-            execute(runs[number], inputs, tell, stopping.is_set)
+            execute(runs[number], inputs, on_event, stopping.is_set)
         except Interrupted:
-            told.cancel_join_thread()  # nobody listens any more
+            reports.cancel_join_thread()  # the parent does not read any more
             return
         except (CodaError, OSError) as error:
-            told.put((number, str(error)))
+            reports.put((number, str(error)))
             return
-        told.put((number, None))
+        reports.put((number, None))

@@ -1,4 +1,4 @@
-"""Runs as tasks of a Ray cluster: started here for the while, or joined by its address."""
+"""Execute runs as tasks of a Ray cluster: a local one, or a running one by its address."""
 
 from __future__ import annotations
 
@@ -17,118 +17,131 @@ from typing import Any
 
 import torch
 
-from coda_prompt.bench.inputs import Inputs
-from coda_prompt.bench.processes import LAST_STEP
-from coda_prompt.bench.runner import OnEvent, Run, execute
+from coda_prompt.bench.inputs import InputCache
+from coda_prompt.bench.processes import SHUTDOWN_TIMEOUT
+from coda_prompt.bench.runner import OnEvent, execute
+from coda_prompt.bench.runs import Run
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingExtra, ProcessDied
 from coda_prompt.shutdown import ShutdownFlag
 from coda_prompt.training.settings import Event
 
 RETRIES = 5
-"""How often a run whose process or machine was lost is gone on with, elsewhere."""
-PAUSE = 0.5
-"""Seconds between two looks at the news, and between two steps that are told of."""
+"""How often a run whose worker is lost is retried on another worker."""
+POLL_INTERVAL = 0.5
+"""Seconds between two polls of the board, and between two step events of a run."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the runs go and what each of them takes."""
+    """Which Ray cluster to use, and the resources of each run."""
 
     address: str | None = None
-    """Of a running cluster; None: one of this machine alone, for as long as the command runs."""
+    """Address of a running cluster. Default: a local cluster that ends with the command."""
     cpus: float = 1.0
+    """CPUs of each run."""
     gpus: float = 0.0
-    """Or a part of one."""
+    """GPUs of each run; 0.5 lets two runs share one."""
 
 
 class Board:
-    """An actor: what the runs tell the one who waits, and he them."""
+    """Ray actor between driver and workers: events for the driver, a stop flag for the workers."""
 
     def __init__(self) -> None:
-        self._news: list[tuple[int, Event]] = []
-        self._stopping = False
+        self._events: list[tuple[int, Event]] = []
+        self._stop_requested = False
 
-    def tell(self, number: int, event: Event) -> None:
-        self._news.append((number, event))
+    def post(self, number: int, event: Event) -> None:
+        self._events.append((number, event))
 
-    def news(self) -> list[tuple[int, Event]]:
-        news, self._news = self._news, []
-        return news
+    def take_events(self) -> list[tuple[int, Event]]:
+        events, self._events = self._events, []
+        return events
 
-    def stop(self) -> None:
-        self._stopping = True
+    def request_stop(self) -> None:
+        self._stop_requested = True
 
-    def stopping(self) -> bool:
-        return self._stopping
+    def stop_requested(self) -> bool:
+        return self._stop_requested
 
 
 def run_on_ray(runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> Iterator[Run]:
-    """Run all; each is yielded when its result is there."""
+    """Execute runs on a Ray cluster and yield each one when it is finished.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+        BadOption: The cluster cannot be reached or is too small for a run.
+        ProcessDied: A run lost its worker more than `RETRIES` times.
+    """
     try:
         ray: Any = importlib.import_module("ray")
     except ModuleNotFoundError as error:
         raise MissingExtra("--executor ray", "ray") from error
-    _join(ray, cluster)
+    _connect(ray, cluster)
     try:
-        yield from _all(ray, runs, cluster, on_event)
+        yield from _execute_all(ray, runs, cluster, on_event)
     finally:
         ray.shutdown()
 
 
-def _join(ray: Any, cluster: Cluster) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would call home
+def _connect(ray: Any, cluster: Cluster) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    told: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = cluster.address or os.environ.get("RAY_ADDRESS", "")
     if not address:
-        told["include_dashboard"] = False
-    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:([0-9]+)", address):
-        try:  # Ray itself would try for minutes
-            socket.create_connection((found[1], int(found[2])), timeout=5).close()
+        options["include_dashboard"] = False
+    if match := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:([0-9]+)", address):
+        try:  # fail at once: Ray would retry for minutes
+            socket.create_connection((match[1], int(match[2])), timeout=5).close()
         except (OSError, OverflowError) as error:
             problem = f"nothing answers at {address} ({error})"
             raise BadOption("coda bench", "address", problem) from error
     try:
-        ray.init(cluster.address, **told)
-    except Exception as error:  # Ray raises many kinds
-        problem = f"no Ray cluster can be reached there ({' '.join(str(error).split())[:300]}); "
-        problem += "one that wants a token wants it in RAY_AUTH_TOKEN, with RAY_AUTH_MODE=token"
+        ray.init(cluster.address, **options)
+    except Exception as error:  # Ray raises exceptions of many types
+        problem = f"no Ray cluster can be reached ({' '.join(str(error).split())[:300]}); "
+        problem += "if it requires a token, set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token"
         raise BadOption("coda bench", "address", problem) from error
-    there = ray.cluster_resources()
-    for field, name, asked in (("cpus", "CPU", cluster.cpus), ("gpus", "GPU", cluster.gpus)):
-        if asked > there.get(name, 0):
+    available = ray.cluster_resources()
+    for field, name, required in (("cpus", "CPU", cluster.cpus), ("gpus", "GPU", cluster.gpus)):
+        if required > available.get(name, 0):
             ray.shutdown()
-            problem = f"a run asks for {asked:g}, and the cluster has {there.get(name, 0):g}"
+            problem = f"a run needs {required:g}, but the cluster has {available.get(name, 0):g}"
             raise BadOption("coda bench", field, problem)
 
 
-def _all(ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent) -> Iterator[Run]:
+def _execute_all(
+    ray: Any, runs: Sequence[Run], cluster: Cluster, on_event: OnEvent
+) -> Iterator[Run]:
     board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Board).remote()
-    task = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus, max_retries=RETRIES)(_task)
+    task = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus, max_retries=RETRIES)(
+        _execute_one
+    )
     threads = max(1, int(cluster.cpus))
-    waiting = {}
+    pending = {}
     for number, run in enumerate(runs):
         device = "cpu" if run.device == "auto" and not cluster.gpus else run.device
-        there = dataclasses.replace(run, folder=run.folder.absolute(), device=device)
-        waiting[task.remote(there, number, board, str(Path.cwd()), threads)] = number
-    stop = ShutdownFlag()
-    with stop.handling_signals():
-        while waiting and not stop():
-            ended, _ = ray.wait(list(waiting), num_returns=1, timeout=PAUSE)
-            for number, event in _result(ray, board.news.remote()):
+        remote_run = dataclasses.replace(run, folder=run.folder.absolute(), device=device)
+        pending[task.remote(remote_run, number, board, str(Path.cwd()), threads)] = number
+    should_stop = ShutdownFlag()
+    with should_stop.handling_signals():
+        while pending and not should_stop():
+            finished, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_INTERVAL)
+            for number, event in _result(ray, board.take_events.remote()):
                 on_event(runs[number], event)
-            for reference in ended:
-                number = waiting.pop(reference)
+            for reference in finished:
+                number = pending.pop(reference)
                 if problem := _result(ray, reference):
                     raise CodaError(problem)
                 yield runs[number]
-        if waiting:
-            _result(ray, board.stop.remote())
-            ray.wait(list(waiting), num_returns=len(waiting), timeout=LAST_STEP)
+        if pending:
+            _result(ray, board.request_stop.remote())
+            ray.wait(list(pending), num_returns=len(pending), timeout=SHUTDOWN_TIMEOUT)
             raise Interrupted
 
 
 def _result(ray: Any, reference: Any) -> Any:
+    """Return the value of a Ray reference; raise `ProcessDied` if its worker is gone for good."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError:
@@ -138,37 +151,37 @@ def _result(ray: Any, reference: Any) -> Any:
         raise ProcessDied("runs the benchmark", cause, "with more --cpus per run") from error
 
 
-def _task(run: Run, number: int, board: Any, folder: str, threads: int) -> str | None:
-    """One run in a process of the cluster; what a user can cause comes back in words."""
-    if os.path.isdir(folder):  # where relative paths are meant from, on a shared disk
+def _execute_one(run: Run, number: int, board: Any, folder: str, threads: int) -> str | None:
+    """Execute one run in a worker of the cluster; return the message of an error."""
+    if os.path.isdir(folder):  # relative paths start at the driver's folder, if the disk is shared
         os.chdir(folder)
     torch.set_num_threads(threads)
     ray: Any = importlib.import_module("ray")
-    stopping, last = threading.Event(), 0.0
+    stopping, last_post = threading.Event(), 0.0
 
-    def asked() -> bool:
-        try:  # not by `ray.get`, for whose while Ray gives the CPU to another run
-            return bool(board.stopping.remote().future().result())
-        except ray.exceptions.RayError:  # the board is lost with its machine and comes again
+    def stop_requested() -> bool:
+        try:  # not with `ray.get`: while it waits, Ray lends this run's CPU to another one
+            return bool(board.stop_requested.remote().future().result())
+        except ray.exceptions.RayError:  # the board's worker was lost; Ray restarts it
             return False
 
-    def listen() -> None:
+    def poll() -> None:
         while not stopping.is_set():
-            if asked():
+            if stop_requested():
                 stopping.set()
-            time.sleep(PAUSE)
+            time.sleep(POLL_INTERVAL)
 
-    def tell(_: Run, event: Event) -> None:
-        nonlocal last
-        if event.kind != "step" or time.monotonic() - last > PAUSE:
-            last = time.monotonic()
-            board.tell.remote(number, event)
+    def on_event(_: Run, event: Event) -> None:
+        nonlocal last_post
+        if event.kind != "step" or time.monotonic() - last_post > POLL_INTERVAL:
+            last_post = time.monotonic()
+            board.post.remote(number, event)
 
-    if asked():
+    if stop_requested():
         return str(Interrupted())
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=poll, daemon=True).start()
     try:
-        execute(run, _inputs(), tell, stopping.is_set)
+        execute(run, _inputs(), on_event, stopping.is_set)
     except (CodaError, OSError) as error:
         return str(error)
     finally:
@@ -177,6 +190,6 @@ def _task(run: Run, number: int, board: Any, folder: str, threads: int) -> str |
 
 
 @functools.cache
-def _inputs() -> Inputs:
-    """Of this process, in which Ray may have one run after another."""
-    return Inputs()
+def _inputs() -> InputCache:
+    """Return the cache of this worker, which may execute several runs one after another."""
+    return InputCache()

@@ -1,4 +1,4 @@
-"""Numbers from run folders, and from nothing else."""
+"""Read run folders and compute every number of a report from them."""
 
 from __future__ import annotations
 
@@ -15,58 +15,56 @@ import yaml
 
 from coda_prompt import metrics
 from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.environment import hashes
-from coda_prompt.bench.runner import (
-    CONFIG,
-    ENVIRONMENT,
-    RESULT,
-    difference,
-    read_json,
-    shared_config,
-)
+from coda_prompt.bench.environment import input_hashes
+from coda_prompt.bench.runs import CONFIG, ENVIRONMENT, RESULT, difference, read_json, shared_config
 from coda_prompt.errors import CorruptRun, MissingData, RunConfigChanged
 from coda_prompt.methods import METHODS
 
 REFERENCE = "coda-p"
-"""The method that others are compared with, seed by seed."""
+"""The method that others are compared with, trial by trial."""
 GIGA, MEBI = 1e9, 2**20
-DECIDING = ("source", "backbone", "preprocess", "resize", "augmentation", "stream")
-"""What makes a run one of the paper's, besides its epochs."""
+PAPER_FIELDS = ("source", "backbone", "preprocess", "resize", "augmentation", "stream")
+"""Fields, besides the epochs, in which a run must equal a preset to be compared with the paper."""
+REMEDY = "Give the folder that 'coda bench' wrote to (--out, by default runs)."
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run folder says."""
+    """Content of a finished run folder."""
 
     method: str
-    """The row of the table."""
+    """Row of the table."""
     seed: int
     config: dict[str, Any]
     result: dict[str, Any]
     inputs: dict[str, str]
-    """Hashes of its data and backbone."""
+    """Hashes of data and backbone."""
     folder: Path
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self.config["sweep"]
-        return found
+        """Return the swept field and its value, or None if the run is not part of a sweep."""
+        point: dict[str, Any] | None = self.config["sweep"]
+        return point
 
     @property
     def matrix(self) -> metrics.Matrix:
+        """Accuracy on task j after task t over all classes seen by then; NaN if not measured."""
         return _matrix(self.result["matrix"])
 
     @property
     def own_classes(self) -> metrics.Matrix:
+        """The same among the classes of task j only."""
         return _matrix(self.result["own_classes"])
 
     def measures(self) -> dict[str, float]:
-        """All metrics of SPEC 6, accuracies in %, and what the run cost."""
+        """Compute all metrics (accuracy and forgetting in %) and costs of the run."""
         matrix, parameters = self.matrix, self.result["parameters"]
-        trained = parameters["body"] + parameters["head"]
-        trained /= parameters["backbone"] + parameters["head"]
-        percent = {
+        trained = (parameters["body"] + parameters["head"]) / (
+            parameters["backbone"] + parameters["head"]
+        )
+        shares = {
             "A_N": metrics.average_accuracy(matrix),
             "weighted": metrics.weighted_accuracy(matrix, self.result["test_images"]),
             "average_incremental": metrics.average_incremental_accuracy(matrix),
@@ -77,32 +75,33 @@ class FinishedRun:
             "trained_parameters": trained,
             "final_parameters": trained + bool(parameters["frozen"]),
         }
-        counted = self.result["multiply_adds"] or {"training": math.nan, "inference": math.nan}
+        operations = self.result["multiply_adds"] or {"training": math.nan, "inference": math.nan}
         return {
-            **{name: 100 * value for name, value in percent.items()},
-            "training_gmac": counted["training"] / GIGA,
-            "inference_gmac": counted["inference"] / GIGA,
+            **{name: 100 * value for name, value in shares.items()},
+            "training_gmac": operations["training"] / GIGA,
+            "inference_gmac": operations["inference"] / GIGA,
             "seconds": self.result["seconds"],
             "memory_mib": self.result["peak_memory_bytes"] / MEBI,
         }
 
 
 def read_run(folder: Path) -> FinishedRun:
+    """Read and check a run folder; raise `CorruptRun` if it is incomplete or inconsistent."""
     config, result = read_json(folder / CONFIG), read_json(folder / RESULT)
-    surroundings = read_json(folder / ENVIRONMENT)
+    environment = read_json(folder / ENVIRONMENT)
     try:
-        inputs = hashes(surroundings)
+        inputs = input_hashes(environment)
         method, seed = config["method"], config["training"]["seed"]
         run = FinishedRun(method, seed, config, result, inputs, folder)
         _check_matrices(run)
         if not all(isinstance(value, float | int) for value in run.measures().values()):
-            raise TypeError("a measure that is no number")
+            raise TypeError("a measure is not a number")
         config["options"]
         for name in ("name", "method", "implementation"):
             if not isinstance(config[name], str):
-                raise TypeError(f"a {name} that is no text")
+                raise TypeError(f"{name} is not text")
         if not isinstance(seed, int):
-            raise TypeError("a seed that is no number")
+            raise TypeError("the seed is not an integer")
         if run.sweep is not None:
             run.sweep["sweep"], run.sweep["axis"], run.sweep["field"], run.sweep["value"]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -111,31 +110,31 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def _check_matrices(run: FinishedRun) -> None:
-    """Accuracies of as many tasks as the run has, none above 1."""
+    """Check that matrices have the run's number of tasks and contain accuracies."""
     tasks = len(run.result["test_images"])
     for matrix in (run.matrix, run.own_classes):
         if matrix.shape != (tasks, tasks):
-            raise ValueError(f"a matrix of {matrix.shape} for {tasks} tasks")
-        known = matrix[~np.isnan(matrix)]
-        if len(known) and not (known.min() >= 0 and known.max() <= 1):
-            raise ValueError("an accuracy that is none")
+            raise ValueError(f"a matrix has shape {matrix.shape}, but there are {tasks} tasks")
+        measured = matrix[~np.isnan(matrix)]
+        if len(measured) and not (measured.min() >= 0 and measured.max() <= 1):
+            raise ValueError("an accuracy is not between 0 and 1")
 
 
 def read_runs(folder: Path) -> list[FinishedRun]:
-    """All finished runs below a folder, those of a row together, known methods first."""
+    """Read all finished runs below a folder, ordered by method and seed."""
     if not folder.is_dir():
-        raise MissingData(folder, "there is no such folder", "Point at that of a 'coda bench'.")
-    found = [read_run(path.parent) for path in sorted(folder.rglob(RESULT))]
-    if not found:
-        raise MissingData(folder, "holds no finished run", "Point at the folder of a 'coda bench'.")
-    known = {name: number for number, name in enumerate(METHODS)}
-    return sorted(found, key=lambda run: (known.get(run.method, len(known)), run.method, run.seed))
+        raise MissingData(folder, "there is no such folder", REMEDY)
+    runs = [read_run(path.parent) for path in sorted(folder.rglob(RESULT))]
+    if not runs:
+        raise MissingData(folder, "contains no finished run", REMEDY)
+    order = {name: number for number, name in enumerate(METHODS)}
+    return sorted(runs, key=lambda run: (order.get(run.method, len(order)), run.method, run.seed))
 
 
 def grouped(
     runs: Sequence[FinishedRun], key: Callable[[FinishedRun], Key]
 ) -> dict[Key, list[FinishedRun]]:
-    """Runs with the same key together, in the order of their first."""
+    """Group runs by a key, in order of first appearance."""
     groups: dict[Key, list[FinishedRun]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
@@ -143,12 +142,15 @@ def grouped(
 
 
 def by_method(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The trials of each row."""
+    """Group runs by row of the table."""
     return grouped(runs, lambda run: run.method)
 
 
 def check_comparable(runs: Sequence[FinishedRun]) -> None:
-    """Refuse to put runs of different benchmarks, or trials of different settings, in a table."""
+    """Raise `RunConfigChanged` unless the runs can share a table.
+
+    They must have the same benchmark, inputs and tasks; trials of a row differ in their seed only.
+    """
     for run in runs[1:]:
         changed = difference(shared_config(runs[0].config), shared_config(run.config))
         changed += difference(runs[0].inputs, run.inputs)
@@ -157,14 +159,14 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
         if len(run.matrix) != len(runs[0].matrix):
             changed = [f"tasks: {len(runs[0].matrix)} -> {len(run.matrix)}"]
             raise RunConfigChanged(run.folder, changed)
-    for own in by_method(runs).values():
-        seeds = [run.seed for run in own]
-        for run in own:
+    for trials in by_method(runs).values():
+        seeds = [run.seed for run in trials]
+        for run in trials:
             if seeds.count(run.seed) > 1:
-                raise RunConfigChanged(run.folder, [f"seed {run.seed} is there twice"])
-        first, *others = [_without_seed(run.config) for run in own]
-        for run, config in zip(own[1:], others, strict=True):
-            if changed := difference(first, config):
+                raise RunConfigChanged(run.folder, [f"seed {run.seed} appears twice"])
+        first = _without_seed(trials[0].config)
+        for run in trials[1:]:
+            if changed := difference(first, _without_seed(run.config)):
                 raise RunConfigChanged(run.folder, changed)
 
 
@@ -174,32 +176,32 @@ def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """One row a method, in the order of the runs: mean and deviation of every measure."""
+    """Compute the rows of a table: mean and deviation of every measure of each method."""
     check_comparable(runs)
     groups = by_method(runs)
     reference = {run.seed: run.measures()["A_N"] for run in groups.get(REFERENCE, [])}
     table = []
-    for method, own in groups.items():
-        row = {"method": method, **summary(own), "difference": None}
+    for method, trials in groups.items():
+        row = {"method": method, **summary(trials), "difference": None}
         if method != REFERENCE:
-            row["difference"] = _difference(own, reference)
-        row["published"] = published_row(own[0].config)
+            row["difference"] = _difference(trials, reference)
+        row["published"] = published_row(trials[0].config)
         table.append(row)
     return table
 
 
 def summary(trials: Sequence[FinishedRun]) -> dict[str, Any]:
-    """Mean and deviation of every measure over trials."""
+    """Compute mean and standard deviation of every measure over trials."""
     measured = [run.measures() for run in trials]
-    summed: dict[str, Any] = {"trials": len(trials)}
+    row: dict[str, Any] = {"trials": len(trials)}
     for name in measured[0]:
-        found = metrics.summarise([each[name] for each in measured])
-        summed[name] = {"mean": _number(found.mean), "std": _number(found.std)}
-    return summed
+        values = metrics.summarise([measures[name] for measures in measured])
+        row[name] = {"mean": _number(values.mean), "std": _number(values.std)}
+    return row
 
 
 def sweep_rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """One row for each method, field and value of a sweep, in that order."""
+    """Compute the rows of a sweep: one for each method, field and value, in that order."""
 
     def line(run: FinishedRun) -> tuple[str, str, str]:
         point = run.sweep or {}
@@ -209,48 +211,49 @@ def sweep_rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
         return json.dumps((run.sweep or {})["value"])
 
     table = []
-    for (method, axis, field), own in grouped(runs, line).items():
-        points = [(json.loads(text), held) for text, held in grouped(own, value).items()]
-        if all(is_number(place) for place, _ in points):
+    for (method, axis, field), line_runs in grouped(runs, line).items():
+        points = [(json.loads(text), trials) for text, trials in grouped(line_runs, value).items()]
+        if all(is_number(point) for point, _ in points):
             points.sort(key=lambda point: float(point[0]))
         table += [
-            {"method": method, "axis": axis, "field": field, "value": place, **summary(trials)}
-            for place, trials in points
+            {"method": method, "axis": axis, "field": field, "value": point, **summary(trials)}
+            for point, trials in points
         ]
     return table
 
 
 @cache
 def published(benchmark: str) -> dict[str, Any]:
-    """The paper's numbers: A and F as [mean, std], params as [trained, final] in %."""
+    """Read the paper's numbers: A and F as [mean, std], params as [trained, final], in %."""
     text = Path(__file__).with_name("published.yaml").read_text("utf-8")
-    found: dict[str, Any] = yaml.safe_load(text).get(benchmark, {})
-    return found
+    rows: dict[str, Any] = yaml.safe_load(text).get(benchmark, {})
+    return rows
 
 
 def published_row(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The paper's numbers of a run's row, where it is the paper's benchmark and not one like it."""
-    found: dict[str, Any] | None = published(config["name"]).get(config["method"])
-    if found is None:
+    """Return the paper's numbers of a run's row, if the run follows the paper's benchmark."""
+    row: dict[str, Any] | None = published(config["name"]).get(config["method"])
+    if row is None:
         return None
-    meant = load_benchmark(config["name"])
-    asked = meant.model_dump(mode="json", include=set(DECIDING))
-    held = {name: config.get(name) for name in asked}
-    epochs = meant.method_training(config["method"], 0).epochs
-    same = held == asked and config["training"].get("epochs") == epochs
-    return found if same else None
+    preset = load_benchmark(config["name"])
+    expected = preset.model_dump(mode="json", include=set(PAPER_FIELDS))
+    same_fields = {name: config.get(name) for name in expected} == expected
+    epochs = preset.method_training(config["method"], 0).epochs
+    return row if same_fields and config["training"].get("epochs") == epochs else None
 
 
-def _difference(own: Sequence[FinishedRun], reference: dict[int, float]) -> dict[str, Any] | None:
-    """A_N minus the reference's over the seeds both have."""
-    values = {run.seed: run.measures()["A_N"] for run in own}
+def _difference(
+    trials: Sequence[FinishedRun], reference: dict[int, float]
+) -> dict[str, Any] | None:
+    """Compute A_N minus the reference's A_N over the seeds that both have."""
+    values = {run.seed: run.measures()["A_N"] for run in trials}
     seeds = sorted(values.keys() & reference.keys())
     if not seeds:
         return None
-    found = metrics.paired_difference(
+    result = metrics.paired_difference(
         [values[seed] for seed in seeds], [reference[seed] for seed in seeds]
     )
-    return {"mean": found.mean, "interval": found.interval}
+    return {"mean": result.mean, "interval": result.interval}
 
 
 def _matrix(rows: Sequence[Sequence[float | None]]) -> metrics.Matrix:

@@ -1,4 +1,4 @@
-"""A field of a benchmark against accuracy: figures 3 and 4, tuning, or any field and values."""
+"""Sweeps: a benchmark at several values of one field (the paper's figures 3 and 4, tuning)."""
 
 from __future__ import annotations
 
@@ -20,51 +20,61 @@ from coda_prompt.bench.config import (
     read_fields,
     shipped,
 )
-from coda_prompt.bench.runner import Point, Run, row_folder, runs_of
+from coda_prompt.bench.runs import Point, Run, row_folder, runs_of
 from coda_prompt.errors import BadOption, UnknownName
 
-OF_A_METHOD = ("options", "training")
-"""Fields that start so are set for each method of a line; all others for the benchmark."""
+METHOD_SECTIONS = ("options", "training")
+"""Fields in these sections are set for each method of a line; all others for the benchmark."""
 
 
 class Line(Section):
-    """Methods, and the values one field takes for them."""
+    """One line of a plot: methods, a field and its values."""
 
     methods: tuple[str, ...] = Field(min_length=1)
     field: str = Field(min_length=1)
     values: tuple[Any, ...] = ()
-    """None: the one value the benchmark itself has."""
+    """Default: the single value the benchmark has."""
     axis: str = ""
-    """What the values are called; lines with the same share a picture. Empty: the field."""
+    """Axis label; lines with the same label share a plot. Default: the field."""
 
     def path(self, method: str) -> tuple[str, ...]:
+        """Return the path of the field in the benchmark."""
         parts = tuple(self.field.split("."))
-        return ("methods", method, *parts) if parts[0] in OF_A_METHOD else parts
+        return ("methods", method, *parts) if parts[0] in METHOD_SECTIONS else parts
 
 
 class Sweep(Section):
+    """A benchmark and the lines of its plots."""
+
     name: str
     description: str = ""
     benchmark: str
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the benchmark that are the same at every point."""
+    """Fields of the benchmark that are set at every point."""
     lines: tuple[Line, ...] = Field(min_length=1)
 
 
 def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: str) -> Sweep:
-    """A sweep that comes with the package, a file, or a field of a benchmark with its values."""
-    file = Path(name).suffix in (".yaml", ".yml", ".json")
-    everything = list(chosen) == ["all"]
-    if not file and name not in shipped("sweeps") and values:
+    """Load a sweep of the package, a YAML file, or sweep a field of a benchmark.
+
+    Args:
+        name: Name of a sweep, path of a file, or a field (`options.length`) with `values`.
+        benchmark: Preset or file to use instead of the sweep's own.
+        chosen: Methods; `["all"]` means all of the sweep or benchmark, empty its own.
+        values: Comma-separated values, or empty.
+    """
+    is_file = Path(name).suffix in (".yaml", ".yml", ".json")
+    all_methods = list(chosen) == ["all"]
+    if not is_file and name not in shipped("sweeps") and values:
         benchmark = benchmark or "pocket"
-        rows = tuple(load_benchmark(benchmark).methods) if everything else chosen or ("coda-p",)
+        rows = tuple(load_benchmark(benchmark).methods) if all_methods else chosen or ("coda-p",)
         fields: dict[str, Any] = {
             "name": name,
             "benchmark": benchmark,
             "lines": [{"methods": rows, "field": name, "values": ()}],
         }
-    elif not file and "." in name:
-        raise BadOption("coda sweep", "values", f"say which values '{name}' shall take")
+    elif not is_file and "." in name:
+        raise BadOption("coda sweep", "values", f"give the values of '{name}'")
     else:
         fields = read_fields(name, "sweep", "sweeps")
         elsewhere = fields.pop("elsewhere", {})
@@ -74,46 +84,46 @@ def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: 
         sweep = Sweep(**(_with_values(fields, values) if values else fields))
     except ValidationError as error:
         raise bad_field(f"sweep {name}", error, {"lines": Line}, Sweep) from error
-    return _only(sweep, chosen) if chosen and not everything else sweep
+    return _select_methods(sweep, chosen) if chosen and not all_methods else sweep
 
 
 def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[Run]:
-    """Every point in every trial; a trial is complete before the next begins."""
+    """List the runs of a sweep: every point of every line, trial by trial."""
     settings = [(tuple(path.split(".")), value) for path, value in sweep.settings.items()]
     common = [*settings, *overrides]
     runs = []
     for line in sweep.lines:
         for number, value in enumerate(line.values):
             if value in line.values[:number]:  # 4 and 4.0 are one point
-                raise BadOption("coda sweep", "values", f"{value} is there twice")
+                raise BadOption("coda sweep", "values", f"{value} is given twice")
         for method in line.methods:
-            for value in line.values or (_own_value(sweep, common, line),):
+            for value in line.values or (_benchmark_value(sweep, common, line),):
                 setting = (line.path(method), value)
                 benchmark = load_benchmark(sweep.benchmark, [*common, setting])
                 check_rows(benchmark, [method])
                 point = Point(sweep.name, line.axis or line.field, line.field, value)
-                folder = out / benchmark.name / f"sweep-{_plain(sweep.name)}"
-                home = folder / row_folder(method) / _plain(f"{line.field}={value}")
+                folder = out / benchmark.name / f"sweep-{_file_name(sweep.name)}"
+                point_folder = folder / row_folder(method) / _file_name(f"{line.field}={value}")
                 runs += [
-                    replace(run, folder=home / run.folder.name, point=point)
+                    replace(run, folder=point_folder / run.folder.name, point=point)
                     for run in runs_of(benchmark, [method], out)
                 ]
     seen: set[Path] = set()
     for run in runs:
         if run.folder in seen:
-            raise BadOption("coda sweep", "values", f"{run.folder.parent} would be run twice")
+            raise BadOption("coda sweep", "values", f"two points would share {run.folder.parent}")
         seen.add(run.folder)
     return sorted(runs, key=lambda run: run.seed)
 
 
-def _own_value(sweep: Sweep, common: Sequence[Override], line: Line) -> Any:
-    """What the benchmark says in a field that a line has no values for."""
-    found: Any = load_benchmark(sweep.benchmark, common).model_dump(mode="json")
+def _benchmark_value(sweep: Sweep, common: Sequence[Override], line: Line) -> Any:
+    """Return the benchmark's own value of a field, for a line without values."""
+    value: Any = load_benchmark(sweep.benchmark, common).model_dump(mode="json")
     for part in line.field.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    if found is None:
-        raise BadOption("coda sweep", "values", f"say which values '{line.field}' shall take")
-    return found
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
+        raise BadOption("coda sweep", "values", f"give the values of '{line.field}'")
+    return value
 
 
 def _with_values(fields: dict[str, Any], values: str) -> dict[str, Any]:
@@ -121,24 +131,26 @@ def _with_values(fields: dict[str, Any], values: str) -> dict[str, Any]:
     if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
         return fields
     if len({line.get("field") for line in lines}) > 1:
-        raise BadOption("coda sweep", "values", "this sweep has several fields; change its file")
+        raise BadOption(
+            "coda sweep", "values", "this sweep has several fields; set their values in a YAML file"
+        )
     return {**fields, "lines": [{**line, "values": parse_value(f"[{values}]")} for line in lines]}
 
 
-def _only(sweep: Sweep, chosen: Sequence[str]) -> Sweep:
-    """The lines of these methods."""
+def _select_methods(sweep: Sweep, chosen: Sequence[str]) -> Sweep:
+    """Return the sweep with these methods only."""
     known = [method for line in sweep.lines for method in line.methods]
     for method in chosen:
         if method not in known:
             raise UnknownName(f"method in sweep {sweep.name}", method, known)
     lines = [
-        line.model_copy(update={"methods": kept})
+        line.model_copy(update={"methods": selected})
         for line in sweep.lines
-        if (kept := tuple(method for method in line.methods if method in chosen))
+        if (selected := tuple(method for method in line.methods if method in chosen))
     ]
     return sweep.model_copy(update={"lines": tuple(lines)})
 
 
-def _plain(text: str) -> str:
-    """A name that every file system takes."""
+def _file_name(text: str) -> str:
+    """Replace characters that some file systems do not allow."""
     return re.sub(r"[^\w.=+-]+", "_", text)

@@ -1,4 +1,4 @@
-"""What was measured, as tables for a terminal, Markdown, LaTeX, HTML and CSV."""
+"""Tables of a report, for the terminal and as Markdown, LaTeX, HTML and CSV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 DASH = "-"
 PAIRS = {"A": ("mean", "std"), "F": ("mean", "std"), "params": ("trained", "final"),
          "interval": ("low", "high")}  # fmt: skip
-"""What the parts of a pair are called in a CSV file."""
+"""Column suffixes of pairs in a CSV file."""
 
 SHORT = {
     "A_N": "A_N %",
@@ -48,8 +48,8 @@ COST = {
     "seconds": "seconds",
     "memory_mib": "peak MiB",
 }
-FIXED = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
-"""The same in every trial."""
+CONSTANT = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
+"""Measures that are the same in every trial."""
 DIGITS = {"training_gmac": 3, "inference_gmac": 3, "seconds": 0, "memory_mib": 0}
 LATEX = {
     **{letter: f"\\{letter}" for letter in "%_&#{}$"},
@@ -62,19 +62,20 @@ LATEX = {
 
 @dataclass(frozen=True)
 class Table:
-    """Heads and cells a person reads; the first column names the row."""
+    """A table of formatted cells; the first column names the row."""
 
     title: str
     heads: Sequence[str]
     cells: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
+        """Format as a Markdown table."""
         lines = [self.heads, ["---", *["---:"] * (len(self.heads) - 1)], *self.cells]
         escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
         return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
 
     def latex(self) -> str:
-        """A `tabular` with rules of the package booktabs."""
+        """Format as a LaTeX `tabular` with rules of the booktabs package."""
         columns = "l" + "r" * (len(self.heads) - 1)
         lines = ["{}" + " & ".join(_latex(cell) for cell in line) + r" \\" for line in self.cells]
         heads = " & ".join(_latex(head) for head in self.heads) + r" \\"
@@ -84,6 +85,7 @@ class Table:
         return f"{title}\n\\begin{{tabular}}{{{columns}}}\n{inner}\n\\end{{tabular}}\n"
 
     def html(self) -> str:
+        """Format as an HTML table."""
         heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
         lines = "\n".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
@@ -95,11 +97,12 @@ class Table:
         )
 
     def rich(self) -> RichTable:
+        """Format for the terminal."""
         return table(self.heads, self.cells, self.title)
 
 
 def short(rows: Sequence[Row], title: str) -> Table:
-    """What the end of a benchmark shows."""
+    """Build the table that `coda bench` prints."""
     heads = ["method", *SHORT.values(), f"A_N - {REFERENCE}"]
     cells = [
         [row["method"], *(cell(row, name) for name in SHORT), difference_cell(row)] for row in rows
@@ -108,50 +111,49 @@ def short(rows: Sequence[Row], title: str) -> Table:
 
 
 def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
-    """Every table of a benchmark."""
+    """Build all tables of a benchmark's report."""
     tables = [_accuracy(rows), _cost(rows)]
     if any(row["published"] for row in rows):
-        tables.append(_beside_the_paper(rows))
+        tables.append(_comparison_with_paper(rows))
     remarks = _remarks(runs)
     return [*tables, _settings(runs), *([remarks] if remarks.cells else [])]
 
 
 def _remarks(runs: Sequence[FinishedRun]) -> Table:
-    """What has to be known to read the numbers: of the data, and classes nothing was learned of."""
-    found: dict[str, list[str]] = {}
+    """List notes on the data and classes without training images, with the runs they apply to."""
+    runs_by_remark: dict[str, list[str]] = {}
     for run in runs:
         untrained = run.result.get("untrained") or []
-        told = [f"no training images: {', '.join(untrained)}"] if untrained else []
-        for remark in [*(run.result.get("notes") or []), *told]:
-            found.setdefault(str(remark), []).append(f"{run.method} {run.seed}")
-    everywhere = len(runs)
+        missing = [f"no training images: {', '.join(untrained)}"] if untrained else []
+        for remark in [*(run.result.get("notes") or []), *missing]:
+            runs_by_remark.setdefault(str(remark), []).append(f"{run.method} {run.seed}")
     cells = [
-        [remark, "all runs" if len(own) == everywhere else join_names(own, 6)]
-        for remark, own in found.items()
+        [remark, "all runs" if len(names) == len(runs) else join_names(names, 6)]
+        for remark, names in runs_by_remark.items()
     ]
     return Table("Remarks", ["remark", "runs (method, seed)"], cells)
 
 
 def sweep(rows: Sequence[Row]) -> list[Table]:
-    """For each axis of a sweep, methods against values, and the best value of each."""
+    """Build a table for each axis of a sweep: methods by values, with the best value of each."""
     tables = []
     for axis in dict.fromkeys(row["axis"] for row in rows):
-        own = [row for row in rows if row["axis"] == axis]
-        values = list(dict.fromkeys(json.dumps(row["value"]) for row in own))
+        axis_rows = [row for row in rows if row["axis"] == axis]
+        values = list(dict.fromkeys(json.dumps(row["value"]) for row in axis_rows))
         if all(is_number(json.loads(value)) for value in values):
             values.sort(key=lambda value: float(json.loads(value)))
         lines = []
-        for method, field in dict.fromkeys((row["method"], row["field"]) for row in own):
+        for method, field in dict.fromkeys((row["method"], row["field"]) for row in axis_rows):
             line = {
                 json.dumps(row["value"]): row
-                for row in own
+                for row in axis_rows
                 if (row["method"], row["field"]) == (method, field)
             }
             best = max(line, key=lambda value: line[value]["A_N"]["mean"] or 0.0)
             cells = [cell(line[value], "A_N") if value in line else DASH for value in values]
             lines.append([method, field, *cells, best if len(line) > 1 else DASH])
-        shown = [value.strip('"') for value in values]
-        tables.append(Table(f"A_N % by {axis}", ["method", "field", *shown, "best"], lines))
+        heads = ["method", "field", *(value.strip('"') for value in values), "best"]
+        tables.append(Table(f"A_N % by {axis}", heads, lines))
     return tables
 
 
@@ -171,83 +173,92 @@ def _accuracy(rows: Sequence[Row]) -> Table:
 
 def _cost(rows: Sequence[Row]) -> Table:
     cells = [[row["method"], *(cell(row, name) for name in COST)] for row in rows]
-    return Table("What it cost, each run and image", ["method", *COST.values()], cells)
+    return Table("Cost per run and per image", ["method", *COST.values()], cells)
 
 
-def _beside_the_paper(rows: Sequence[Row]) -> Table:
+def _comparison_with_paper(rows: Sequence[Row]) -> Table:
     heads = [
         "method", "A_N %", "paper", "A_N - paper", "F %", "paper", "F - paper",
         "trained / final %", "paper",
     ]  # fmt: skip
     lines = []
     for row in rows:
-        told = row["published"] or {}
+        published = row["published"] or {}
         line = [row["method"]]
         for measured, key in (("A_N", "A"), ("F_paper", "F")):
-            mean, std = told.get(key, (None, None))
-            own = row[measured]["mean"]
+            paper_mean, paper_std = published.get(key, (None, None))
+            mean = row[measured]["mean"]
             line.append(cell(row, measured))
-            line.append(DASH if mean is None else _with_deviation(mean, std, 2))
-            line.append(DASH if None in (mean, own) else f"{own - mean:+.1f}")
+            line.append(DASH if paper_mean is None else _with_deviation(paper_mean, paper_std, 2))
+            line.append(DASH if None in (paper_mean, mean) else f"{mean - paper_mean:+.1f}")
         shares = [row[name]["mean"] for name in ("trained_parameters", "final_parameters")]
         line.append(" / ".join(f"{share:.1f}" for share in shares))
-        line.append(" / ".join(str(share) for share in told.get("params", ())) or DASH)
+        line.append(" / ".join(str(share) for share in published.get("params", ())) or DASH)
         lines.append(line)
-    return Table("Beside the paper's numbers", heads, lines)
+    return Table("Comparison with the paper", heads, lines)
 
 
 def _settings(runs: Sequence[FinishedRun]) -> Table:
-    """What decided the numbers; options only where they are not the method's own."""
+    """List the training settings of each method, and options that differ from its defaults.
+
+    Closed-form methods are not trained: the training settings do not apply to them.
+    """
     lines = []
-    for method, own in by_method(runs).items():
-        config = own[0].config
+    for method, trials in by_method(runs).items():
+        config = trials[0].config
         training = config["training"]
         rate = training["learning_rate"]
+        settings = [
+            str(training["epochs"]),
+            str(training["batch_size"]),
+            "the method's" if rate is None else f"{rate:g}",
+            training["schedule"],
+            training["queries"],
+        ]
+        if _is_closed_form(config):
+            settings = [DASH] * len(settings)
         changed = _changed_options(config)
-        lines.append(
-            [
-                method,
-                str(training["epochs"]),
-                str(training["batch_size"]),
-                "the method's" if rate is None else f"{rate:g}",
-                training["schedule"],
-                training["queries"],
-                ", ".join(f"{name}={value}" for name, value in changed.items()) or DASH,
-            ]
-        )
+        options = ", ".join(f"{name}={value}" for name, value in changed.items()) or DASH
+        lines.append([method, *settings, options])
     heads = ["method", "epochs", "batch", "learning rate", "schedule", "queries", "other options"]
     return Table("Settings", heads, lines)
 
 
+def _is_closed_form(config: Mapping[str, Any]) -> bool:
+    entry = METHODS.get(config["implementation"])  # a report does not load methods from files
+    return entry is not None and entry.type.closed_form
+
+
 def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["implementation"] not in METHODS:
-        return dict(config["options"])  # a report runs no code of others
-    described = describe(config["implementation"])["options"]
-    defaults = {option["name"]: as_json(option["default"]) for option in described}
+        return dict(config["options"])  # a report does not load methods from files
+    known = describe(config["implementation"])["options"]
+    defaults = {option["name"]: as_json(option["default"]) for option in known}
     return {name: value for name, value in config["options"].items() if value != defaults.get(name)}
 
 
 def cell(row: Row, name: str) -> str:
-    """`mean ± std`, or a dash where it was not measured."""
+    """Format a measure as `mean ± std`, or a dash if it was not measured."""
     mean, std = row[name]["mean"], row[name]["std"]
     if mean is None:
         return DASH
-    varies = row["trials"] > 1 and name not in FIXED
+    varies = row["trials"] > 1 and name not in CONSTANT
     return _with_deviation(mean, std if varies else None, DIGITS.get(name, 1))
 
 
 def difference_cell(row: Row) -> str:
-    found = row["difference"]
-    if found is None:
+    """Format the difference from the reference with its confidence interval."""
+    difference = row["difference"]
+    if difference is None:
         return DASH
-    interval = found["interval"]
-    reach = f" [{interval[0]:+.1f}, {interval[1]:+.1f}]" if interval else ""
-    return f"{found['mean']:+.1f}{reach}"
+    interval = difference["interval"]
+    suffix = f" [{interval[0]:+.1f}, {interval[1]:+.1f}]" if interval else ""
+    return f"{difference['mean']:+.1f}{suffix}"
 
 
 def csv_text(rows: Iterable[Row]) -> str:
-    """Every number, unrounded, one line a row: `A_N.mean`, `A_N.std`, …"""
-    flat = [{**dict(_flat(row)), **_minus_the_paper(row)} for row in rows]
+    """Format rows as CSV with unrounded numbers in columns `A_N.mean`, `A_N.std`, …"""
+    flat = [{**dict(_flatten(row)), **_minus_published(row)} for row in rows]
     names = list(dict.fromkeys(name for line in flat for name in line))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -256,24 +267,24 @@ def csv_text(rows: Iterable[Row]) -> str:
     return text.getvalue()
 
 
-def _flat(row: Row, above: str = "") -> Iterable[tuple[str, Any]]:
+def _flatten(row: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
             parts = PAIRS.get(name, range(len(value)))
-            for part, held in zip(parts, value, strict=False):
-                yield f"{above}{name}.{part}", held
-        elif value is not None or above:
-            yield f"{above}{name}", value
+            for part, number in zip(parts, value, strict=False):
+                yield f"{prefix}{name}.{part}", number
+        elif value is not None or prefix:
+            yield f"{prefix}{name}", value
 
 
-def _minus_the_paper(row: Row) -> dict[str, float]:
-    told = row.get("published") or {}
+def _minus_published(row: Row) -> dict[str, float]:
+    published = row.get("published") or {}
     return {
-        f"{measured}.minus_published": row[measured]["mean"] - told[key][0]
+        f"{measured}.minus_published": row[measured]["mean"] - published[key][0]
         for measured, key in (("A_N", "A"), ("F_paper", "F"))
-        if key in told and told[key][0] is not None and row[measured]["mean"] is not None
+        if key in published and published[key][0] is not None and row[measured]["mean"] is not None
     }
 
 

@@ -67,7 +67,7 @@ def bench(
     from coda_prompt.bench import plots, report, tables
     from coda_prompt.bench.config import load_benchmark
     from coda_prompt.bench.launcher import run_all
-    from coda_prompt.bench.runner import runs_of
+    from coda_prompt.bench.runs import runs_of
 
     overrides = _overrides(data, override, trials, precision)
     if validation:
@@ -90,12 +90,12 @@ def bench(
     if as_json:
         print_json({"rows": rows})
         return
-    pictures = plots.all_pictures(finished, folder)
+    paths = plots.benchmark_plots(finished, folder)
     if run.mirror is not None:
         run.mirror.push()
     title = f"{resolved.name}: {resolved.description}"
     stdout_console().print(tables.short(rows, title).rich())
-    stderr_console().print("Pictures: " + ", ".join(str(path) for path in pictures))
+    stderr_console().print("Plots: " + ", ".join(str(path) for path in paths))
 
 
 @app.command(
@@ -136,12 +136,12 @@ def sweep(
     if as_json:
         print_json({"rows": rows})
         return
-    pictures = plots.sweep_pictures(rows, runs[0].folder.parents[2])
+    paths = plots.sweep_plots(rows, runs[0].folder.parents[2])
     if run.mirror is not None:
         run.mirror.push()
     for table in tables.sweep(rows):
         stdout_console().print(table.rich())
-    stderr_console().print("Pictures: " + ", ".join(str(path) for path in pictures))
+    stderr_console().print("Plots: " + ", ".join(str(path) for path in paths))
 
 
 @app.command(epilog="Example: `coda report runs -o report`")
@@ -194,7 +194,7 @@ def _method_names(benchmark: "config.Benchmark", chosen: str | None) -> list[str
     if chosen == "all":
         return list(benchmark.methods)
     from coda_prompt.bench.config import check_rows
-    from coda_prompt.bench.runner import row_folder
+    from coda_prompt.bench.runs import row_folder
 
     names = _split(chosen)
     check_rows(benchmark, names)
