@@ -1,4 +1,4 @@
-"""Pictures of docs/lab/performance.md from what speed.py and tasks.py measured.
+"""Draw the plots of docs/lab/performance.md from the results of speed.py and tasks.py.
 
 python benchmarks/pictures.py
 """
@@ -20,20 +20,20 @@ BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#999999"
 
 
 def steps(rows: list[dict[str, Any]]) -> None:
-    """Times faster than the textbook, beside what the operations alone would give."""
+    """Plot speedups over the textbook implementation, with those expected from operations."""
     backbones = list(dict.fromkeys(row["backbone"] for row in rows))
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for offset, (variant, colour) in enumerate((("exact", BLUE), ("cached", ORANGE))):
-        own = [row for row in rows if row["step"] == variant]
-        places = [backbones.index(row["backbone"]) + 0.36 * (offset - 0.5) for row in own]
+        bar_rows = [row for row in rows if row["step"] == variant]
+        xs = [backbones.index(row["backbone"]) + 0.36 * (offset - 0.5) for row in bar_rows]
         bars = axes.bar(
-            places, [row["times faster"] for row in own], 0.32, color=colour,
+            xs, [row["times faster"] for row in bar_rows], 0.32, color=colour,
             label=f"{variant} queries",
         )  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", label_type="center", color="white")
-        counted = [row["counted"] for row in own]
+        counted = [row["counted"] for row in bar_rows]
         axes.hlines(
-            counted, [place - 0.16 for place in places], [place + 0.16 for place in places],
+            counted, [x - 0.16 for x in xs], [x + 0.16 for x in xs],
             color="black", label="" if offset else "by counted operations",
         )  # fmt: skip
     axes.axhline(1, color=GREY, linewidth=1)
@@ -46,17 +46,19 @@ def steps(rows: list[dict[str, Any]]) -> None:
 
 
 def growth(components: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> None:
-    """Costs against what was learned before."""
+    """Plot the cost of a step and of `coda learn` against what was learned before."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for backbone, colour in (("pocket", BLUE), ("ViT-B/16", ORANGE)):
-        own = [row for row in components if row["backbone"] == backbone]
-        counts = [row["components"] for row in own]
-        left.plot(counts, [row["to 100"] for row in own], "o-", color=colour, label=backbone)
+        steps = [row for row in components if row["backbone"] == backbone]
+        counts = [row["components"] for row in steps]
+        left.plot(counts, [row["to 100"] for row in steps], "o-", color=colour, label=backbone)
     left.set(xscale="log", xlabel="components learned", ylabel="step, relative to 100 components")
     for method, colour in (("ncm", GREY), ("coda-p", BLUE), ("ranpac", ORANGE)):
-        lived = [row for row in tasks if row["method"] == method]
-        numbers = [row["task"] for row in lived]
-        right.plot(numbers, [row["to task 10"] for row in lived], "o-", color=colour, label=method)
+        learned = [row for row in tasks if row["method"] == method]
+        numbers = [row["task"] for row in learned]
+        right.plot(
+            numbers, [row["to task 10"] for row in learned], "o-", color=colour, label=method
+        )
     right.set(xscale="log", xlabel="task of one class", ylabel="`coda learn`, relative to task 10")
     for axes in (left, right):
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])

@@ -1,10 +1,10 @@
-"""Two processes against one on this machine, a Ray cluster of it against `--jobs 2`, tar shards
-against the folder they were made from.
+"""Compare two processes with one, a local Ray cluster with `--jobs 2`, and tar shards with files.
 
     python benchmarks/scaling.py [--rounds 3] [--only PART] [--out FILE]
 
-CODA-P on pocket, one epoch a task. The ways take turns; medians count. Seconds of a training are
-what its run folder says, without start-up; those of many trainings are of the whole command.
+CODA-P on pocket, one epoch per task. Variants are measured alternately, and medians are reported.
+The seconds of one training are those in its run folder, without start-up; those of several
+trainings are of the whole command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MANY = {
 
 
 def run(threads: str, *more: str) -> tuple[float, float]:
-    """Seconds of the whole command, and the sum of its trainings."""
+    """Return the seconds of the whole command and the sum over its runs."""
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
         subprocess.run(
@@ -57,42 +57,42 @@ def run(threads: str, *more: str) -> tuple[float, float]:
     return whole, sum(result["seconds"] for result in results)
 
 
-def compared(ways: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """The first way is what the others are compared with."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def compare(variants: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """Measure variants alternately; the first one is the baseline."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, seconds in ways.items():
-            times[name].append(seconds())
+        for name, measure in variants.items():
+            times[name].append(measure())
     base = statistics.median(next(iter(times.values())))
     return [
         {
             "way": name,
-            "seconds": statistics.median(own),
-            "times faster": base / statistics.median(own),
+            "seconds": statistics.median(seconds),
+            "times faster": base / statistics.median(seconds),
         }
-        for name, own in times.items()
+        for name, seconds in times.items()
     ]
 
 
 def data(rounds: int) -> list[dict[str, Any]]:
-    """A folder of small drawings and shards of it: seconds, and bytes for each image."""
-    drawn = pocket_source(0).train
+    """Compare a folder of small drawings with its shards: time and bytes per image."""
+    drawings = pocket_source(0).train
     with tempfile.TemporaryDirectory() as name:
         folder, shards = Path(name, "folder"), Path(name, "shards")
         for number in range(IMAGES):
-            place = folder / f"class-{number % 100:02}" / f"{number}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            drawn.image(number % len(drawn)).save(place)
+            path = folder / f"class-{number % 100:02}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drawings.image(number % len(drawings)).save(path)
         pack(str(folder), str(shards), megabytes=1)
         started = time.perf_counter()
         shard_source(str(shards))
         indexing = time.perf_counter() - started
         index = [*shards.glob(".coda-index-*")]
-        kept = sum(path.stat().st_size for path in index)
+        index_bytes = sum(path.stat().st_size for path in index)
         started = time.perf_counter()
         packed = shard_source(str(shards)).train
         opening = time.perf_counter() - started
-        held = traced(lambda: shard_source(str(shards)))
+        opened = traced(lambda: shard_source(str(shards)))
         for path in index:
             path.unlink()
         making = traced(lambda: shard_source(str(shards)))
@@ -100,16 +100,16 @@ def data(rounds: int) -> list[dict[str, Any]]:
         loose = folder_source(str(folder)).train
         times: dict[str, list[float]] = {"folder": [], "shards": []}
         for _ in range(rounds):
-            for way, split in (("folder", loose), ("shards", packed)):
+            for variant, split in (("folder", loose), ("shards", packed)):
                 started = time.perf_counter()
-                for at in order:
-                    split.image(int(at))
-                times[way].append(time.perf_counter() - started)
-    folder_time, shard_time = (statistics.median(own) for own in times.values())
+                for position in order:
+                    split.image(int(position))
+                times[variant].append(time.perf_counter() - started)
+    folder_time, shard_time = (statistics.median(each) for each in times.values())
     return [
         {"what": "images", "found": IMAGES},
-        {"what": "index, bytes an image on disk", "found": kept / IMAGES},
-        {"what": "index in memory, bytes an image", "found": held[1] / IMAGES},
+        {"what": "index, bytes an image on disk", "found": index_bytes / IMAGES},
+        {"what": "index in memory, bytes an image", "found": opened[1] / IMAGES},
         {"what": "most memory while it is made, bytes an image", "found": making[0] / IMAGES},
         {"what": "us an image to make the index", "found": 1e6 * indexing / IMAGES},
         {"what": "us an image to open it again", "found": 1e6 * opening / IMAGES},
@@ -121,13 +121,13 @@ def data(rounds: int) -> list[dict[str, Any]]:
 
 
 def traced(action: Callable[[], object]) -> tuple[int, int]:
-    """Most bytes while it goes on, and those its result holds."""
+    """Return the peak memory of an action and the memory of its result, in bytes."""
     tracemalloc.start()
     result = action()
-    held, most = tracemalloc.get_traced_memory()
+    current, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert result is not None
-    return most, held
+    return peak, current
 
 
 def main() -> None:
@@ -138,24 +138,26 @@ def main() -> None:
     options = parser.parse_args()
     one = ("--methods", "coda-p", "--trials", "1")
     four = ("--methods", "coda-p,dualprompt", "--trials", "2")
-    found: dict[str, Any] = {"machine": machine()}
-    if options.out.exists():  # what is not measured now stays
-        found = {**json.loads(options.out.read_text("utf-8")), **found}
+    results: dict[str, Any] = {"machine": machine()}
+    if options.out.exists():  # keep parts that are not measured now
+        results = {**json.loads(options.out.read_text("utf-8")), **results}
     if options.only in (None, "one"):
-        ways: dict[str, Any] = {
+        variants: dict[str, Any] = {
             name: lambda threads=threads, more=more: run(threads, *one, *more)[1]
             for name, (threads, more) in ONE.items()
         }
-        found["one training"] = compared(ways, options.rounds)
-        show(found["one training"], "One training")
+        results["one training"] = compare(variants, options.rounds)
+        show(results["one training"], "One training")
     if options.only in (None, "many"):
-        ways = {name: lambda more=more: run("1", *four, *more)[0] for name, more in MANY.items()}
-        found["four trainings"] = compared(ways, options.rounds)
-        show(found["four trainings"], "Four trainings, whole command")
+        variants = {
+            name: lambda more=more: run("1", *four, *more)[0] for name, more in MANY.items()
+        }
+        results["four trainings"] = compare(variants, options.rounds)
+        show(results["four trainings"], "Four trainings, whole command")
     if options.only in (None, "data"):
-        found["shards"] = data(options.rounds)
-        show(found["shards"], "Tar shards")
-    write_atomically(options.out, json.dumps(found, indent=1).encode())
+        results["shards"] = data(options.rounds)
+        show(results["shards"], "Tar shards")
+    write_atomically(options.out, json.dumps(results, indent=1).encode())
 
 
 if __name__ == "__main__":

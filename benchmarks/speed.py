@@ -1,9 +1,9 @@
-"""How fast, against CODA-P as the paper writes it: ratios measured in one run on this machine.
+"""Measure speedups over CODA-P as written in the paper, on this machine.
 
     python benchmarks/speed.py [--quick] [--only PART,...] [--out FILE]
 
-Both sides have the same threads, weights, images and precision, and take turns; medians count.
-`--quick` takes smaller networks where the parts allow it, to try the script.
+Both implementations use the same threads, weights, images and precision and are measured
+alternately; medians are reported. `--quick` uses smaller networks, to try the script.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ VITS = {
     "pocket": load_backbone("pocket").vit.config,
 }
 CLASSES = 20
-"""Of a task."""
+"""Classes per task."""
 Step = Callable[[], object]
 
 
@@ -65,7 +65,7 @@ Step = Callable[[], object]
 
 
 def in_task(name: str, tasks: int, components: int, per_task: int) -> CodaPrompt:
-    """CODA-P after some tasks, with `components` learned in all, at the start of one more."""
+    """Return CODA-P at the start of a task, with `components` components in total."""
     vit = ViT(VITS[name]).initialise(torch.Generator().manual_seed(0))
     method = methods.make("coda-p", vit, components_per_task=per_task)
     assert isinstance(method, CodaPrompt)
@@ -84,6 +84,7 @@ def in_task(name: str, tasks: int, components: int, per_task: int) -> CodaPrompt
 
 
 def batch_for(name: str, size: int, method: CodaPrompt) -> tuple[Tensor, Tensor]:
+    """Return random images, and labels of the current task."""
     config = VITS[name]
     generator = torch.Generator().manual_seed(1)
     shape = (size, config.channels, config.image_size, config.image_size)
@@ -93,7 +94,7 @@ def batch_for(name: str, size: int, method: CodaPrompt) -> tuple[Tensor, Tensor]
 
 
 def product_step(method: CodaPrompt, images: Tensor, labels: Tensor, cached: bool) -> Step:
-    """As the engine does it; the queries of the cached one lie in memory."""
+    """Return a training step as the engine does it; cached queries are in memory."""
     known = method.queries(images)
 
     def step() -> None:
@@ -114,7 +115,7 @@ def textbook_step(book: TextbookCoda, images: Tensor, labels: Tensor) -> Step:
 
 
 def steps_of(name: str, size: int) -> dict[str, Step]:
-    """A training step in task 5 of 10 with 100 components in all, in three ways."""
+    """Return three variants of a training step in task 5 of 10 with 100 components."""
     method = in_task(name, 5, 50, 10)
     images, labels = batch_for(name, size, method)
     return {
@@ -128,7 +129,7 @@ def steps_of(name: str, size: int) -> dict[str, Step]:
 
 
 def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
-    """Seconds of each, the median of repetitions that take turns after one to warm up."""
+    """Return the median seconds of steps that are measured alternately, after one to warm up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repetition in range(repetitions + 1):
         for name, step in steps.items():
@@ -136,11 +137,12 @@ def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
             step()
             if repetition:
                 times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(own) for name, own in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def multiply_adds(step: Step) -> float:
-    attention: dict[Any, Any] = {  # the CPU's fused attention, which the counter does not know
+    """Count the multiply-adds of a step."""
+    attention: dict[Any, Any] = {  # fused CPU operations that the counter does not know
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         torch.ops.mkldnn._linear_pointwise: _product,
@@ -163,24 +165,24 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 
 
 def peak_above(build: Callable[[], Step]) -> float:
-    """MiB a step needs above what lay in memory before it (Linux)."""
+    """Return the MiB that a step needs in addition to what was in memory before (Linux)."""
     step = build()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc: what was freed in building is given back
+        ctypes.CDLL(None).malloc_trim(0)  # glibc: return freed memory to the system
     memory = PeakMemory()
     before = memory.peak()
     step()
     return (memory.peak() - before) / 2**20
 
 
-def memory_apart(part: str, *arguments: str) -> float:
-    """The same in a process of its own, since a process does not give memory back."""
+def memory_in_subprocess(part: str, *arguments: str) -> float:
+    """Measure memory in a new process, because a process does not return all memory."""
     command = [sys.executable, __file__, "--memory", part, *arguments]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def one_memory(part: str, arguments: list[str]) -> float:
+def measure_memory(part: str, arguments: list[str]) -> float:
     if part == "step":
         name, size, variant = arguments
         return peak_above(lambda: steps_of(name, int(size))[variant])
@@ -195,6 +197,7 @@ def one_memory(part: str, arguments: list[str]) -> float:
 
 
 def training(quick: bool) -> list[dict[str, Any]]:
+    """Measure training steps against the textbook: time, operations and memory."""
     rows: list[dict[str, Any]] = []
     for name, size in (("ViT-B/16", 16), ("ViT-S/16", 16), ("pocket", 16)):
         if quick and name == "ViT-B/16":
@@ -210,7 +213,7 @@ def training(quick: bool) -> list[dict[str, Any]]:
                     "step": variant,
                     "seconds": seconds[variant],
                     "forwards": multiply_adds(step) / forward,
-                    "MiB": memory_apart("step", name, str(size), variant),
+                    "MiB": memory_in_subprocess("step", name, str(size), variant),
                 }
             )
     for row in rows:
@@ -222,7 +225,7 @@ def training(quick: bool) -> list[dict[str, Any]]:
 
 
 def _one_forward(name: str, size: int) -> Step:
-    """A pass over all tokens, what multiply-adds are counted in."""
+    """Return a forward pass over all tokens, the unit of counted operations."""
     method = in_task(name, 1, 10, 10)
     book = TextbookCoda(method)
     images, _ = batch_for(name, size, method)
@@ -230,7 +233,7 @@ def _one_forward(name: str, size: int) -> Step:
 
 
 def evaluation(quick: bool) -> list[dict[str, Any]]:
-    """A 10-task stream: after each task all test images so far, in one batch a task."""
+    """Measure the evaluation of a 10-task stream: after each task all test images so far."""
     rows = []
     for name, size, repetitions in (("ViT-B/16", 2, 1), ("ViT-S/16", 4, 3), ("pocket", 100, 3)):
         if quick and name == "ViT-B/16":
@@ -274,7 +277,7 @@ def evaluation(quick: bool) -> list[dict[str, Any]]:
 
 
 def weight_steps(batch: int = 128, components: int = 1000, width: int = 768) -> dict[str, Step]:
-    """Weights and prompts of one block alone, as a step with new components computes them."""
+    """Return two ways to compute the prompts of one block from its components."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, width, generator=generator)
     keys, attention = torch.randn(2, 1, components, width, generator=generator)
@@ -285,18 +288,19 @@ def weight_steps(batch: int = 128, components: int = 1000, width: int = 768) -> 
         weights = torch.einsum("bmd,md->bm", attended, F.normalize(keys[0], dim=1))
         return torch.einsum("bm,mv->bv", weights, values[0])
 
-    held = key_products(keys, attention)
+    products = key_products(keys, attention)
 
     def product() -> Tensor:
-        return (component_weights(query, held) @ values)[0]
+        return (component_weights(query, products) @ values)[0]
 
     torch.testing.assert_close(einsum(), product(), rtol=1e-4, atol=1e-4)
     return {"einsum": einsum, "product": product}
 
 
 def components_alone(_: bool) -> list[dict[str, Any]]:
+    """Measure the computation of prompts from 1000 components."""
     seconds = interleaved(weight_steps(), 20)
-    memory = {variant: memory_apart("weights", variant) for variant in seconds}
+    memory = {variant: memory_in_subprocess("weights", variant) for variant in seconds}
     return [
         {
             "batch": 128,
@@ -317,7 +321,7 @@ def _step_with(name: str, size: int, components: int) -> Step:
 
 
 def growth(quick: bool) -> list[dict[str, Any]]:
-    """A training step against the number of components learned before."""
+    """Measure a training step against the number of components learned before."""
     rows = []
     for name, size, counts in (
         ("ViT-B/16", 16, (100, 5000)),
@@ -333,7 +337,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
                     "backbone": name,
                     "components": count,
                     "seconds": seconds[str(count)],
-                    "MiB": memory_apart("components", name, str(size), str(count)),
+                    "MiB": memory_in_subprocess("components", name, str(size), str(count)),
                     "to 100": seconds[str(count)] / seconds["100"],
                 }
             )
@@ -341,7 +345,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
 
 
 def profile(quick: bool) -> list[dict[str, Any]]:
-    """Where a step's time goes, and the time its matrix products would take by themselves."""
+    """Profile a step and compare it with the time of its matrix products alone."""
     rows = []
     products = (
         *("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution"),
@@ -354,9 +358,9 @@ def profile(quick: bool) -> list[dict[str, Any]]:
         method = in_task(name, 5, 50, 10)
         step = product_step(method, *batch_for(name, size, method), cached=True)
         step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             step()
-        events = {event.key: event.self_cpu_time_total for event in found.key_averages()}
+        events = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
         total = sum(events.values())
         shares = {
             "matrix products %": _share(events, products, total),
@@ -374,14 +378,14 @@ def profile(quick: bool) -> list[dict[str, Any]]:
 def _share(
     events: dict[str, float], keys: tuple[str, ...], total: float, prefix: bool = False
 ) -> float:
-    own = [
+    selected = [
         value for key, value in events.items() if (key.startswith(keys) if prefix else key in keys)
     ]
-    return 100 * sum(own) / total
+    return 100 * sum(selected) / total
 
 
 def _gemms(name: str, size: int) -> Step:
-    """The four products of a block with tensors of its shapes."""
+    """Return the four matrix products of a block."""
     config = VITS[name]
     tokens, width, hidden = config.grid**2 + 1, config.width, config.mlp_width
     shapes = ((width, 3 * width), (width, width), (width, hidden))
@@ -403,7 +407,7 @@ def _gemm_seconds(name: str, size: int) -> float:
 
 
 def pipeline(quick: bool) -> list[dict[str, Any]]:
-    """Images a second from JPEG files to training views, and what the model asks for."""
+    """Measure loading of JPEG files as training views against what the model consumes."""
     rows: list[dict[str, Any]] = []
     name = "ViT-S/16" if quick else "ViT-B/16"
     method = in_task(name, 5, 50, 10)
@@ -454,6 +458,7 @@ PARTS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
 
 
 def machine() -> dict[str, Any]:
+    """Describe this machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -467,6 +472,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
+    """Print rows as a table."""
     cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     stdout_console().print(table(list(rows[0]), cells, title))
 
@@ -479,16 +485,16 @@ def main() -> None:
     parser.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
-        stdout_console().print(one_memory(options.memory[0], options.memory[1:]))
+        stdout_console().print(measure_memory(options.memory[0], options.memory[1:]))
         return
-    found: dict[str, Any] = {"machine": machine()}
-    if options.out.exists():  # parts that are not measured now stay
-        found = {**json.loads(options.out.read_text("utf-8")), **found}
-    stdout_console().print(found["machine"])
+    results: dict[str, Any] = {"machine": machine()}
+    if options.out.exists():  # keep parts that are not measured now
+        results = {**json.loads(options.out.read_text("utf-8")), **results}
+    stdout_console().print(results["machine"])
     for part in options.only.split(","):
-        rows = found[part] = PARTS[part](options.quick)
+        rows = results[part] = PARTS[part](options.quick)
         show(rows, part)
-        write_atomically(options.out, json.dumps(found, indent=1).encode())
+        write_atomically(options.out, json.dumps(results, indent=1).encode())
 
 
 if __name__ == "__main__":

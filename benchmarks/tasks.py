@@ -1,10 +1,10 @@
-"""What the n-th task of a long life costs: classes of pocket taught one at a time.
+"""Measure the cost of the n-th task of a long stream: classes of pocket, one at a time.
 
     python benchmarks/tasks.py [--tasks 500] [--out FILE]
 
-A class here is a class of pocket in one of its ten styles (1,000 in all, about 8 drawings to learn
-and 2 to test each). At some tasks the whole command `coda learn MODEL FOLDER` is timed too, with
-start-up, loading and saving.
+A class is a class of pocket in one of its ten styles (1,000 in total, each with about 8 training
+and 2 test drawings). At some tasks the whole command `coda learn MODEL FOLDER` is measured too,
+including start-up, loading and saving.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from coda_prompt.data.pocket import pocket_source
 from coda_prompt.storage.files import write_atomically
 
 METHODS = ("ncm", "coda-p", "ranpac")
-FEWEST = 4
-"""Drawings a class must have to be taught."""
+MIN_DRAWINGS = 4
+"""Training drawings that a class needs to be used."""
 COMMAND = (sys.executable, "-c", "from coda_prompt.cli import main; main()")
 
 
 def classes() -> list[tuple[str, Any, Any]]:
-    """Name, drawings to learn and drawings to test, in a fixed random order."""
+    """Return name, training and test drawings of each class, in a fixed random order."""
     source = pocket_source()
     train: Any = source.train
     test: Any = source.test
-    found = []
+    usable = []
     for label, name in enumerate(source.class_names):
         for style in range(10):
-            own = [
+            drawings = [
                 split.images[(split.labels == label) & (split.domains == style)]
                 for split in (train, test)
             ]
-            if len(own[0]) >= FEWEST and len(own[1]):
-                found.append((f"{name} {style}", *own))
-    order = np.random.default_rng(0).permutation(len(found))
-    return [found[place] for place in order]
+            if len(drawings[0]) >= MIN_DRAWINGS and len(drawings[1]):
+                usable.append((f"{name} {style}", *drawings))
+    order = np.random.default_rng(0).permutation(len(usable))
+    return [usable[index] for index in order]
 
 
 def command_seconds(classifier: ContinualClassifier, name: str, images: Any) -> float:
-    """The median of three `coda learn` of one more class on this model."""
+    """Return the median seconds of three `coda learn` commands that add one class."""
     times = []
     with tempfile.TemporaryDirectory() as folder:
         model, data = Path(folder) / "model", Path(folder) / "data"
@@ -62,18 +62,18 @@ def command_seconds(classifier: ContinualClassifier, name: str, images: Any) -> 
             Image.fromarray(image).save(data / name / f"{number}.png")
         classifier.save(model)
         for attempt in range(3):
-            own = Path(folder) / str(attempt)
-            shutil.copytree(model, own)
+            copy = Path(folder) / str(attempt)
+            shutil.copytree(model, copy)
             started = time.perf_counter()
             subprocess.run(
-                [*COMMAND, "learn", str(own), str(data)], check=True, capture_output=True
+                [*COMMAND, "learn", str(copy), str(data)], check=True, capture_output=True
             )
             times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 
-def lived(method: str, tasks: int) -> list[dict[str, Any]]:
-    """Rows at some of the tasks."""
+def learn_stream(method: str, tasks: int) -> list[dict[str, Any]]:
+    """Learn classes one at a time and return measurements at some of the tasks."""
     taught = classes()[: tasks + 1]
     classifier = ContinualClassifier(method=method)
     rows, times = [], []
@@ -84,9 +84,9 @@ def lived(method: str, tasks: int) -> list[dict[str, Any]]:
             classifier.save(folder)
             times.append(time.perf_counter() - started)
             if number in (10, 100, 500, 1000) or number == tasks:
-                tests = [(image, known) for known, _, own in taught[:number] for image in own]
+                tests = [(image, label) for label, _, test in taught[:number] for image in test]
                 score = classifier.score(
-                    np.stack([image for image, _ in tests]), [known for _, known in tests]
+                    np.stack([image for image, _ in tests]), [label for _, label in tests]
                 )
                 rows.append(
                     {
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=500)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/tasks.json"))
     options = parser.parse_args()
-    rows = [row for method in METHODS for row in lived(method, options.tasks)]
+    rows = [row for method in METHODS for row in learn_stream(method, options.tasks)]
     for row in rows:
         early = next(r for r in rows if r["method"] == row["method"] and r["task"] == 10)
         row["to task 10"] = row["coda learn s"] / early["coda learn s"]

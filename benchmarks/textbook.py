@@ -1,8 +1,8 @@
-"""CODA-P as the paper writes it, to measure against: nothing shared, skipped or fused.
+"""CODA-P as written in the paper, as a baseline: nothing is shared, skipped or fused.
 
-The whole ViT computes gradients of its weights, attention is an explicit softmax matrix, both
-passes run over all tokens of all blocks at every step, and the attended queries are a batch x
-components x width tensor in each block (eqs. 3-5).
+The ViT computes gradients of all its weights, attention is an explicit softmax matrix, both passes
+run over all tokens of all blocks in every step, and the attended queries are a batch x components x
+width tensor in each block (eqs. 3-5).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from coda_prompt.model.vit import ViT, ViTConfig
 
 
 class TextbookViT(nn.Module):
-    """Weights of `ViT`, with gradients; every token through every block."""
+    """A ViT with the weights of `ViT` and their gradients; every token passes every block."""
 
     def __init__(self, vit: ViT) -> None:
         super().__init__()
@@ -28,11 +28,12 @@ class TextbookViT(nn.Module):
         self.stem.load_state_dict(vit.patch_embed.state_dict())
 
     def get(self, name: str) -> Tensor:
-        found: Tensor = self.weights[self.names[name]]
-        return found
+        """Return a weight by its name in `ViT`."""
+        weight: Tensor = self.weights[self.names[name]]
+        return weight
 
     def forward(self, images: Tensor, prompts: dict[int, Tensor] | None = None) -> Tensor:
-        """The class token after the final norm; `prompts`: block -> B x L x D."""
+        """Return the class token after the final norm; `prompts` maps blocks to B x L x D."""
         config = self.config
         tokens = self.stem(images)  # B x tokens x D
         class_token = self.get("cls_token").expand(len(tokens), -1, -1)
@@ -42,9 +43,9 @@ class TextbookViT(nn.Module):
         return self.norm("norm", tokens)[:, 0]
 
     def block(self, number: int, tokens: Tensor, prompt: Tensor | None) -> Tensor:
-        own = f"blocks.{number}"
-        normed = self.norm(f"{own}.norm1", tokens)
-        query, key, value = self.linear(f"{own}.attn.qkv", normed).chunk(3, dim=-1)
+        prefix = f"blocks.{number}"
+        normed = self.norm(f"{prefix}.norm1", tokens)
+        query, key, value = self.linear(f"{prefix}.attn.qkv", normed).chunk(3, dim=-1)
         if prompt is not None:
             half = prompt.shape[1] // 2
             key = torch.cat([prompt[:, :half], key], dim=1)
@@ -55,10 +56,10 @@ class TextbookViT(nn.Module):
         )
         scores = query @ key.transpose(-2, -1) * size**-0.5  # B x heads x tokens x (L/2 + tokens)
         attended = (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
-        tokens = tokens + self.linear(f"{own}.attn.proj", attended)
-        normed = self.norm(f"{own}.norm2", tokens)
-        hidden = F.gelu(self.linear(f"{own}.mlp.fc1", normed))
-        return tokens + self.linear(f"{own}.mlp.fc2", hidden)
+        tokens = tokens + self.linear(f"{prefix}.attn.proj", attended)
+        normed = self.norm(f"{prefix}.norm2", tokens)
+        hidden = F.gelu(self.linear(f"{prefix}.mlp.fc1", normed))
+        return tokens + self.linear(f"{prefix}.mlp.fc2", hidden)
 
     def linear(self, name: str, tokens: Tensor) -> Tensor:
         return F.linear(tokens, self.get(f"{name}.weight"), self.get(f"{name}.bias"))
@@ -71,7 +72,7 @@ class TextbookViT(nn.Module):
 
 
 class TextbookCoda(nn.Module):
-    """CODA-P at the start of a task, with the values of the product's method."""
+    """CODA-P at the start of a task, with the values of a `CodaPrompt`."""
 
     def __init__(self, method: CodaPrompt) -> None:
         super().__init__()
@@ -89,27 +90,31 @@ class TextbookCoda(nn.Module):
         self.head_bias = nn.Parameter(method.head.bias.frozen.clone())
 
     def all_of(self, kind: str, block: int) -> Tensor:
-        held = [self.parts[f"old_{kind}"][block]]
+        parts = [self.parts[f"old_{kind}"][block]]
         if f"new_{kind}" in self.parts:
-            held.append(self.parts[f"new_{kind}"][block])
-        return torch.cat(held)
+            parts.append(self.parts[f"new_{kind}"][block])
+        return torch.cat(parts)
 
     def prompts(self, query: Tensor) -> dict[int, Tensor]:
-        found = {}
+        """Return the prompt of each block (eqs. 3-5)."""
+        prompts = {}
         for position, block in enumerate(self.blocks):
             attention, keys = self.all_of("attention", position), self.all_of("keys", position)
             attended = torch.einsum("bd,md->bmd", query, attention)  # B x M x D
             attended = F.normalize(attended, dim=2)
             weights = torch.einsum("bmd,md->bm", attended, F.normalize(keys, dim=1))
-            found[block] = torch.einsum("bm,mld->bld", weights, self.all_of("components", position))
-        return found
+            prompts[block] = torch.einsum(
+                "bm,mld->bld", weights, self.all_of("components", position)
+            )
+        return prompts
 
     def logits(self, images: Tensor) -> Tensor:
+        """Return logits of all classes."""
         with torch.no_grad():
             query = self.vit(images)
         features = self.vit(images, self.prompts(query))
         return F.linear(features, self.head_weight, self.head_bias)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Old classes take no part."""
+        """Return the cross-entropy over the classes of the current task."""
         return F.cross_entropy(self.logits(images)[:, self.first :], labels - self.first)

@@ -1,9 +1,10 @@
-"""What else was tried to make a step faster, measured against the step as it is.
+"""Measure other ideas to make a training step faster against the step as it is.
 
     python benchmarks/tried.py [--backbone ViT-S/16] [--out FILE]
 
-A step with exact queries, batch 16, all variants taking turns. Quantised and half-precision
-variants change the numbers; how far the queries turn is printed beside the time.
+A step with exact queries and batch 16; variants are measured alternately. Quantised and
+half-precision variants change the numbers: the cosine between their and the exact queries is
+printed next to the time.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ Step = Callable[[], object]
 
 
 def variants(name: str, size: int) -> dict[str, tuple[Step, Tensor]]:
-    """Steps, and the queries each goes by."""
+    """Return the step of each variant and the queries it uses."""
     method = in_task(name, 5, 50, 10)
     images, labels = batch_for(name, size, method)
-    found = {
+    results = {
         "as it is": (product_step(method, images, labels, cached=False), method.queries(images))
     }
 
     recomputing = copy.deepcopy(method)
     recomputing.backbone.recompute = True
     step = product_step(recomputing, images, labels, cached=False)
-    found["activations computed again"] = (step, method.queries(images))
+    results["activations computed again"] = (step, method.queries(images))
 
     last = copy.deepcopy(method)
     stem: nn.Module = last.backbone.patch_embed
     stem.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     stored = images.to(memory_format=torch.channels_last)
     step = product_step(last, stored, labels, cached=False)
-    found["channels-last stem"] = (step, last.queries(stored))
+    results["channels-last stem"] = (step, last.queries(stored))
 
     half = product_step(method, images, labels, cached=False)
 
@@ -54,7 +55,7 @@ def variants(name: str, size: int) -> dict[str, tuple[Step, Tensor]]:
             half()
 
     with torch.autocast("cpu", torch.bfloat16):
-        found["bfloat16 autocast"] = (autocast, method.queries(images).float())
+        results["bfloat16 autocast"] = (autocast, method.queries(images).float())
 
     plain = product_step(method, images, labels, cached=False)
 
@@ -62,21 +63,21 @@ def variants(name: str, size: int) -> dict[str, tuple[Step, Tensor]]:
         with torch.backends.mkldnn.flags(enabled=False):
             plain()
 
-    found["products through BLAS"] = (blas, method.queries(images))
+    results["products through BLAS"] = (blas, method.queries(images))
 
     quantised = _quantised(method)
     if quantised is not None:
-        found["query pass in int8"] = _with_queries_of(quantised, method, images, labels)
+        results["query pass in int8"] = _with_queries_of(quantised, method, images, labels)
     compiled = copy.deepcopy(method)
     for block in compiled.backbone.blocks:
         block.compile()
     step = product_step(compiled, images, labels, cached=False)
-    found["torch.compile of the blocks"] = (step, compiled.queries(images))
-    return found
+    results["torch.compile of the blocks"] = (step, compiled.queries(images))
+    return results
 
 
 class EightBit(nn.Module):
-    """A frozen linear layer with 8-bit weights; inputs are rounded as they come."""
+    """A frozen linear layer with 8-bit weights and dynamically quantised inputs."""
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
@@ -84,10 +85,10 @@ class EightBit(nn.Module):
         plain.load_state_dict(layer.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = torch.ao.quantization.quantize_dynamic(
+            quantised = torch.ao.quantization.quantize_dynamic(
                 nn.Sequential(plain), {nn.Linear}, dtype=torch.qint8
             )
-        self.layer: nn.Module = made[0]
+        self.layer: nn.Module = quantised[0]
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layer(inputs)
@@ -97,7 +98,7 @@ class EightBit(nn.Module):
 
 
 def _quantised(method: CodaPrompt) -> nn.Module | None:
-    """The frozen ViT with 8-bit linear layers, where this torch still makes them."""
+    """Return the frozen ViT with 8-bit linear layers, or None if torch does not support them."""
     network = copy.deepcopy(method.backbone)
     try:
         for module in list(network.modules()):
@@ -112,7 +113,7 @@ def _quantised(method: CodaPrompt) -> nn.Module | None:
 def _with_queries_of(
     quantised: nn.Module, method: CodaPrompt, images: Tensor, labels: Tensor
 ) -> tuple[Step, Tensor]:
-    """The last block slices its weights, which 8-bit layers do not allow: it stays as it is."""
+    """Use 8-bit queries, except in the last block: it slices weights, which 8-bit layers cannot."""
     blocks: Any = quantised.blocks
     blocks[-1] = method.backbone.blocks[-1]
 
@@ -133,9 +134,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/tried.json"))
     options = parser.parse_args()
-    found = variants(options.backbone, options.batch)
-    seconds = interleaved({name: step for name, (step, _) in found.items()}, 5)
-    exact = found["as it is"][1]
+    results = variants(options.backbone, options.batch)
+    seconds = interleaved({name: step for name, (step, _) in results.items()}, 5)
+    exact = results["as it is"][1]
     rows = [
         {
             "variant": name,
@@ -143,7 +144,7 @@ def main() -> None:
             "times faster": seconds["as it is"] / seconds[name],
             "cosine of its queries": float(nn.functional.cosine_similarity(queries, exact).mean()),
         }
-        for name, (_, queries) in found.items()
+        for name, (_, queries) in results.items()
     ]
     show(rows, f"{options.backbone}, batch {options.batch}")
     content = {"machine": machine(), "backbone": options.backbone, "rows": rows}

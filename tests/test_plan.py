@@ -26,7 +26,7 @@ def test_operations_are_those_counted(name: str) -> None:
     options = ("methods.coda-p.options.length=8", "methods.coda-p.options.components=50")
     benchmark = load_benchmark("pocket", [*options, "training.queries=exact"])
     counted = multiply_adds(benchmark, "coda-p", vit, [20] * 5)
-    sums = net.sum_of(50)
+    sums = net.prompt_sum(50)
     assert net.forward + net.prompted + sums == pytest.approx(counted.inference, rel=0.03)
     whole = net.forward + net.prompted + net.backward + 2 * sums
     assert whole == pytest.approx(counted.training, rel=0.05)

@@ -1,11 +1,11 @@
-"""Which method should `learn` take by default? Accuracies of the candidates on small real data.
+"""Compare candidates for the default method of `learn` on small real datasets.
 
     python tools/compare_learners.py            (needs scikit-learn; Debian: dataset-fashion-mnist)
 
-Each dataset is taught one class after another and in tasks of several classes, 80 images a class,
-on the embedded backbone; the mean over seeds (other class orders and images) is printed.
-`split` is 20 classes of pocket in four tasks or in one. `--few` instead teaches 40 classes with 80
-drawings each and then two more with few.
+Each dataset is learned one class at a time and in tasks of several classes, with 80 images per
+class, on the embedded backbone. Prints mean and deviation over seeds, which change class order and
+images. `split` is 20 classes of pocket in four tasks or in one. `--few` instead learns 40 classes
+with 80 drawings each and then two more with few drawings.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ Data = tuple[Images, Labels, Images, Labels]
 
 
 def pocket() -> Data:
+    """Load the drawings of the pocket benchmark."""
     source = pocket_source()
     train: Any = source.train
     test: Any = source.test
@@ -43,15 +44,16 @@ def pocket() -> Data:
 
 
 def digits() -> Data:
-    """scikit-learn's 8 x 8 digits, 16 shades."""
+    """Load scikit-learn's digits: 8 x 8 pixels, 16 grey levels."""
     from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-    found = load_digits()
-    images = (found.images * 255 / 16).astype(np.uint8)
-    return images[::2], found.target[::2], images[1::2], found.target[1::2]
+    dataset = load_digits()
+    images = (dataset.images * 255 / 16).astype(np.uint8)
+    return images[::2], dataset.target[::2], images[1::2], dataset.target[1::2]
 
 
 def fashion() -> Data:
+    """Load Fashion-MNIST from the Debian package."""
     parts: list[Any] = []
     for part in ("train", "t10k"):
         with gzip.open(FASHION / f"{part}-images-idx3-ubyte.gz") as file:
@@ -63,7 +65,7 @@ def fashion() -> Data:
 
 
 DATASETS: dict[str, tuple[Callable[[], Data], int, tuple[int, ...]]] = {
-    # classes, and how many of them a task has
+    # loader, number of classes, classes per task
     "pocket": (pocket, 30, (1, 10)),
     "digits": (digits, 10, (1, 2)),
     "fashion-mnist": (fashion, 10, (1, 2)),
@@ -72,23 +74,23 @@ DATASETS: dict[str, tuple[Callable[[], Data], int, tuple[int, ...]]] = {
 
 
 def accuracy(options: dict[str, Any], data: Data, order: list[int], size: int, seed: int) -> float:
-    """After teaching the classes in this order, so many at a time."""
+    """Learn the classes in this order, `size` at a time, and return the final accuracy."""
     images, labels, test_images, test_labels = data
     random = np.random.default_rng(seed)
     classifier = ContinualClassifier(seed=seed, **options)
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        places = [
-            place
+        indices = [
+            index
             for row in rows
-            for place in random.permutation(np.flatnonzero(labels == row))[:80]
+            for index in random.permutation(np.flatnonzero(labels == row))[:80]
         ]
-        classifier.learn(images[places], labels[places], validation=0)
-    tested = [place for row in order for place in np.flatnonzero(test_labels == row)[:100]]
+        classifier.learn(images[indices], labels[indices], validation=0)
+    tested = [index for row in order for index in np.flatnonzero(test_labels == row)[:100]]
     return classifier.score(test_images[tested], test_labels[tested])
 
 
-BESIDE: dict[str, dict[str, Any]] = {
+FEW_CANDIDATES: dict[str, dict[str, Any]] = {
     "ncm": {"method": "ncm"},
     "ranpac, as published": {"method": "ranpac", "balance": False},
     "ranpac": {"method": "ranpac"},
@@ -96,13 +98,13 @@ BESIDE: dict[str, dict[str, Any]] = {
 FEW = (3, 5, 10, 20)
 
 
-def few_beside_many(seeds: int) -> None:
-    """What two classes of few drawings get beside forty of eighty, and what these keep."""
+def compare_few_shot(seeds: int) -> None:
+    """Print accuracy of two classes with few drawings / of forty classes with eighty each."""
     images, labels, test_images, test_labels = pocket()
     print("| method | " + " | ".join(f"{count} drawings" for count in FEW) + " |")
     print("|---" * (len(FEW) + 1) + "|")
-    for name, options in BESIDE.items():
-        found: dict[int, list[tuple[float, float]]] = {count: [] for count in FEW}
+    for name, options in FEW_CANDIDATES.items():
+        accuracies: dict[int, list[tuple[float, float]]] = {count: [] for count in FEW}
         for seed in range(seeds):
             order = np.random.default_rng(seed).permutation(np.unique(labels))[:42]
             old, new = np.isin(labels, order[:40]), order[40:]
@@ -113,11 +115,11 @@ def few_beside_many(seeds: int) -> None:
                 classifier.learn(images[chosen], labels[chosen], validation=0)
                 tested = [np.isin(test_labels, rows) for rows in (new, order[:40])]
                 scores = [classifier.score(test_images[t], test_labels[t]) for t in tested]
-                found[count].append((100 * scores[0], 100 * scores[1]))
+                accuracies[count].append((100 * scores[0], 100 * scores[1]))
                 classifier.undo()
         cells = [
-            f"{np.mean([n for n, _ in own]):.0f} / {np.mean([o for _, o in own]):.1f}"
-            for own in found.values()
+            f"{np.mean([few for few, _ in pairs]):.0f} / {np.mean([many for _, many in pairs]):.1f}"
+            for pairs in accuracies.values()
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
@@ -130,7 +132,7 @@ def main() -> None:
     parser.add_argument("--few", action="store_true")
     options = parser.parse_args()
     if options.few:
-        few_beside_many(options.seeds)
+        compare_few_shot(options.seeds)
         return
     print("| data | taught | " + " | ".join(CANDIDATES) + " |")
     print("|---" * (len(CANDIDATES) + 2) + "|")
@@ -141,12 +143,14 @@ def main() -> None:
         for at_once in sizes:
             cells = []
             for candidate in CANDIDATES.values():
-                found = []
+                accuracies = []
                 for seed in range(options.seeds):
                     order = np.random.default_rng(seed).permutation(available)[:classes]
-                    given = {**candidate, "epochs": options.epochs}
-                    found.append(100 * accuracy(given, data, order.tolist(), at_once, seed))
-                cells.append(f"{np.mean(found):.1f} ± {np.std(found):.1f}")
+                    arguments = {**candidate, "epochs": options.epochs}
+                    accuracies.append(
+                        100 * accuracy(arguments, data, order.tolist(), at_once, seed)
+                    )
+                cells.append(f"{np.mean(accuracies):.1f} ± {np.std(accuracies):.1f}")
             taught = "one class at a time" if at_once == 1 else f"{at_once} classes at a time"
             print(f"| {name}, {classes} classes | {taught} | {' | '.join(cells)} |", flush=True)
 

@@ -25,14 +25,14 @@ def main() -> None:
         drawing = np.asarray(plain.train.image(first))[None]
         for column, style in enumerate(STYLES):
             image = render(drawing, np.array([column]), STRENGTH)[0]
-            place = axes[row, column]
-            place.imshow(image, cmap="gray", vmin=0, vmax=255)
-            place.set_xticks([])
-            place.set_yticks([])
+            cell = axes[row, column]
+            cell.imshow(image, cmap="gray", vmin=0, vmax=255)
+            cell.set_xticks([])
+            cell.set_yticks([])
             if row == 0:
-                place.set_title(style)
+                cell.set_title(style)
             if column == 0:
-                place.set_ylabel(name)
+                cell.set_ylabel(name)
     path = Path(__file__).parents[1] / "docs" / "lab" / "renditions.png"
     figure.savefig(path, dpi=110)
     print(path)

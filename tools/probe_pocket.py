@@ -1,11 +1,11 @@
-"""Measure the shipped backbone: ridge regression on frozen features of classes it never saw.
+"""Evaluate the shipped backbone: ridge regression on frozen features of unseen classes.
 
     PYTHONPATH=src python tools/probe_pocket.py
 
-reads the two assets of the package, nothing else: `pocket-vit.safetensors` and the plain drawings
-of `pocket-drawings.npz`, the first 80 of each class to train and the last 20 to test. The ridge
-penalty is chosen on the last 16 of the 80 training drawings; the same ridge on raw pixels is the
-comparison.
+It reads two assets of the package: `pocket-vit.safetensors` and the plain drawings of
+`pocket-drawings.npz`, the first 80 of each class for training and the last 20 for testing. The
+ridge penalty is chosen on the last 16 of the 80 training drawings. The baseline is the same
+regression on raw pixels.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class Ridge:
         self.moments = self.axes.T @ (centred.T @ (targets - self.prior))
 
     def accuracy(self, inputs: Tensor, labels: Tensor, penalty: float) -> float:
-        """Top-1 in per cent."""
+        """Return top-1 accuracy in percent."""
         weights = self.axes @ (self.moments / (self.scales.clamp_min(0) + penalty)[:, None])
         predicted = ((inputs - self.centre) @ weights + self.prior).argmax(1)
         return 100 * (predicted == labels).double().mean().item()
 
 
 def ridge_accuracy(features: Tensor, classes: int) -> tuple[float, float]:
-    """Top-1 on the test drawings in per cent, and the penalty chosen on training drawings.
+    """Return top-1 accuracy on the test drawings in percent, and the chosen penalty.
 
-    `features` are class-major, 100 drawings a class.
+    Args:
+        features: Features of 100 drawings per class, ordered by class.
     """
     rows = features.double().unflatten(0, (classes, DRAWINGS))  # classes x drawings x D
     labels = torch.arange(classes)[:, None].expand(-1, DRAWINGS)
@@ -64,7 +65,7 @@ def ridge_accuracy(features: Tensor, classes: int) -> tuple[float, float]:
 
 
 def frozen_features(vit: ViT, pixels: Preprocessing, drawings: np.ndarray) -> Tensor:
-    """Final-norm class tokens of uint8 drawings, N x D."""
+    """Return final-norm class tokens of uint8 drawings, N x D."""
     mean, std = torch.tensor(pixels.mean), torch.tensor(pixels.std)
     images = torch.from_numpy(drawings)[:, None].float() / 255  # N x 1 x 28 x 28
     images = (images - mean[:, None, None]) / std[:, None, None]
@@ -73,7 +74,7 @@ def frozen_features(vit: ViT, pixels: Preprocessing, drawings: np.ndarray) -> Te
 
 
 def probe(weights: Path, archive: Path) -> dict[str, float]:
-    """The figures of the model card."""
+    """Compute the numbers of the model card."""
     with np.load(archive, allow_pickle=False) as arrays:
         drawings, classes = arrays["drawings"], len(arrays["classes"])
     backbone = load_backbone(str(weights))

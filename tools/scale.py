@@ -1,11 +1,11 @@
-"""What a stream costs on machines we do not have: the tables of docs/lab/scaling.md.
+"""Estimate the cost of streams on machines we do not have: the tables of docs/lab/scaling.md.
 
     python tools/scale.py            the tables
     python tools/scale.py --check    predicted and measured on this machine, point by point
 
-Operations and bytes are worked out from the shapes; two numbers of the machine, how fast it
-multiplies and how fast it moves activations, are fitted to two measured steps
-(benchmarks/speed.json), and all other measured points are predicted with them.
+Operations and bytes follow from the shapes. Two properties of the machine, multiply-adds per second
+and memory bandwidth, are fitted to two measured steps (benchmarks/speed.json); all other measured
+points are predicted with them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = 4
 
 @dataclass(frozen=True)
 class Net:
-    """A ViT by its shapes."""
+    """Shapes of a ViT, and the operations and bytes that follow from them."""
 
     name: str
     tokens: int
@@ -42,13 +42,13 @@ class Net:
         return self.depth * (4 * self.width**2 + 2 * self.width * self.hidden)
 
     def block(self, *, prefix: int = 0) -> float:
-        """Multiply-adds of one block for one image."""
+        """Count the multiply-adds of one block for one image."""
         linear = self.tokens * (4 * self.width**2 + 2 * self.width * self.hidden)
         return linear + 2 * self.tokens * (self.tokens + prefix) * self.width
 
     @property
     def last_block(self) -> float:
-        """For the class token alone; keys and values of all tokens."""
+        """Multiply-adds of the last block: only the class token attends to all tokens."""
         keys_and_values = 2 * self.tokens * self.width**2
         own = 2 * self.width**2 + 2 * self.width * self.hidden + 2 * self.tokens * self.width
         return keys_and_values + own
@@ -63,12 +63,12 @@ class Net:
 
     @property
     def shared(self) -> float:
-        """What query and prompted pass have in common: all up to the first projections."""
+        """Multiply-adds that query and prompted pass share: up to the first projections."""
         return self.stem + 3 * self.tokens * self.width**2
 
     @property
     def backward(self) -> float:
-        """Of activations alone; the first block's projections need none."""
+        """Multiply-adds of activation gradients; the first block's projections need none."""
         attention = 2 * self.tokens * (self.tokens + PREFIX) * self.width
         linear = self.tokens * (4 * self.width**2 + 2 * self.width * self.hidden)
         inner = (self.depth - 1) * (linear + 2.5 * attention)
@@ -76,20 +76,20 @@ class Net:
 
     @property
     def moved(self) -> float:
-        """Bytes of activations read and written beside the products, in a forward pass."""
+        """Bytes of activations read and written in a forward pass, besides matrix products."""
         return 4.0 * self.depth * self.tokens * (12 * self.width + 3 * self.hidden)
 
     @property
-    def kept(self) -> float:
-        """Bytes of activations kept for the backward pass, for one image."""
+    def saved(self) -> float:
+        """Bytes of activations saved for the backward pass, for one image."""
         return 4.0 * self.depth * self.tokens * (9 * self.width + 1.25 * self.hidden)
 
-    def sum_of(self, components: float) -> float:
-        """Multiply-adds of weights and prompts of so many components, for one image."""
+    def prompt_sum(self, components: float) -> float:
+        """Count the multiply-adds of weighting and summing components, for one image."""
         return PROMPTED * components * (2 + 2 * PREFIX) * self.width
 
     def component_bytes(self, components: float) -> float:
-        """Key, attention vector and prompt of each, and the two folded products."""
+        """Bytes of key, attention vector and prompt of each, and the two precomputed products."""
         return 4.0 * PROMPTED * components * (4 + 2 * PREFIX) * self.width
 
 
@@ -109,7 +109,7 @@ NETS = {
 
 
 def pocket() -> Net:
-    """The net in the package; its stem is two convolutions."""
+    """Return the shapes of the package's backbone; its stem is two convolutions."""
     from coda_prompt.model.catalog import load_backbone
 
     config = load_backbone("pocket").vit.config
@@ -125,14 +125,16 @@ def pocket() -> Net:
 
 @dataclass(frozen=True)
 class Machine:
+    """Speed of a device and its links."""
+
     rate: float
-    """Multiply-adds a second of one device."""
+    """Multiply-adds per second of one device."""
     bandwidth: float
-    """Bytes a second between a device and its memory."""
+    """Bytes per second between a device and its memory."""
     link: float = 1e12
-    """Bytes a second between devices."""
+    """Bytes per second between devices."""
     latency: float = 0.0
-    """Seconds of each message between devices."""
+    """Seconds per message between devices."""
 
     def seconds(self, multiply_adds: float, moved: float) -> float:
         return multiply_adds / self.rate + moved / self.bandwidth
@@ -140,34 +142,36 @@ class Machine:
     def step(
         self, net: Net, images: float, *, cached: bool, components: float = 100, devices: int = 1
     ) -> float:
-        """A training step of so many images over all devices."""
-        each = net.prompted + net.backward + net.sum_of(components)
+        """Estimate the seconds of a training step of `images` images over all devices."""
+        per_image = net.prompted + net.backward + net.prompt_sum(components)
         moved = 3 * net.moved
         if not cached:
-            each += net.forward - net.shared
+            per_image += net.forward - net.shared
             moved += net.moved
-        own = images / devices
-        once = net.component_bytes(components)
-        return self.seconds(own * each, own * moved + once) + self.exchange(net, devices)
+        share = images / devices
+        prompts = net.component_bytes(components)
+        return self.seconds(share * per_image, share * moved + prompts) + self.exchange(
+            net, devices
+        )
 
     def exchange(self, net: Net, devices: int, classes: int = 10, per_task: int = 10) -> float:
-        """Gradients of what trains, around a ring."""
+        """Estimate the seconds of an all-reduce of the gradients around a ring."""
         if devices == 1:
             return 0.0
         trained = 4.0 * (per_task * PROMPTED * (2 + 2 * PREFIX) + classes) * net.width
         return 2 * trained / self.link + 2 * (devices - 1) * self.latency
 
     def evaluation(self, net: Net, images: float, queries: float) -> float:
-        """So many images through the prompted pass, and so many queries."""
-        own = images * net.prompted + queries * (net.forward - net.shared)
-        return self.seconds(own, (images + queries) * net.moved)
+        """Estimate the seconds of prompted passes of `images` images and of `queries` queries."""
+        operations = images * net.prompted + queries * (net.forward - net.shared)
+        return self.seconds(operations, (images + queries) * net.moved)
 
 
-def fitted(rows: list[dict[str, Any]]) -> Machine:
-    """From the cached steps of the largest and the smallest net."""
+def fit_machine(rows: list[dict[str, Any]]) -> Machine:
+    """Fit rate and bandwidth to the cached steps of the largest and the smallest network."""
     (a, b, s), (c, d, t) = (
         (
-            row["batch"] * (net.prompted + net.backward + net.sum_of(50)),
+            row["batch"] * (net.prompted + net.backward + net.prompt_sum(50)),
             row["batch"] * 3 * net.moved,
             row["seconds"],
         )
@@ -183,8 +187,8 @@ def _row(rows: list[dict[str, Any]], backbone: str, step: str) -> dict[str, Any]
 
 
 def points(measured: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
-    """Name, predicted and measured, of every point that was not fitted on; seconds but for MiB."""
-    machine, nets = fitted(measured["training"]), {**NETS, "pocket": pocket()}
+    """Yield name, predicted and measured value of every point that was not fitted (s or MiB)."""
+    machine, nets = fit_machine(measured["training"]), {**NETS, "pocket": pocket()}
     for row in measured["training"]:
         if row["step"] == "textbook" or (row["step"], row["backbone"]) in (
             ("cached", "ViT-B/16"),
@@ -192,19 +196,21 @@ def points(measured: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
         ):
             continue
         cached = row["step"] == "cached"
-        told = machine.step(nets[row["backbone"]], row["batch"], cached=cached, components=50)
-        yield f"step, {row['backbone']}, {row['step']} queries", told, row["seconds"]
+        predicted = machine.step(nets[row["backbone"]], row["batch"], cached=cached, components=50)
+        yield f"step, {row['backbone']}, {row['step']} queries", predicted, row["seconds"]
     for row in measured["training"]:
         if row["step"] == "cached" and row["backbone"] != "ViT-B/16":
-            told = row["batch"] * nets[row["backbone"]].kept / 2**20
-            yield f"MiB of a step, {row['backbone']}", told, row["MiB"]
+            predicted = row["batch"] * nets[row["backbone"]].saved / 2**20
+            yield f"MiB of a step, {row['backbone']}", predicted, row["MiB"]
     for row in measured["evaluation"]:
         size = row["images a task"]
-        told = machine.evaluation(nets[row["backbone"]], 55 * size, 10 * size)
-        yield f"evaluation of 10 tasks, {row['backbone']}", told, row["product"]
+        predicted = machine.evaluation(nets[row["backbone"]], 55 * size, 10 * size)
+        yield f"evaluation of 10 tasks, {row['backbone']}", predicted, row["product"]
     for row in measured["growth"]:
-        told = machine.step(nets[row["backbone"]], 16, cached=True, components=row["components"])
-        yield f"step, {row['backbone']}, {row['components']} components", told, row["seconds"]
+        predicted = machine.step(
+            nets[row["backbone"]], 16, cached=True, components=row["components"]
+        )
+        yield f"step, {row['backbone']}, {row['components']} components", predicted, row["seconds"]
 
 
 # -- tables
@@ -269,7 +275,7 @@ def tables() -> None:
         ["tasks", "components", "their size", "their sum, of a pass", "files of a checkpoint"],
         [
             [f"{tasks:,}", f"{10 * tasks:,}", size(net.component_bytes(10 * tasks)),
-             f"{100 * net.sum_of(10 * tasks) / net.forward:.1f} %", f"{tasks:,}"]
+             f"{100 * net.prompt_sum(10 * tasks) / net.forward:.1f} %", f"{tasks:,}"]
             for tasks in (10, 100, 1000, 10_000)
         ],
     )  # fmt: skip
@@ -304,7 +310,7 @@ def tables() -> None:
         ["backbone", "weights", "of them with fsdp on 8", "activations", "with recompute"],
         [
             [own.name, size(4 * own.parameters), size(4 * own.parameters / 8),
-             size(128 * own.kept), size(128 * 4 * own.tokens * own.width * (own.depth + 12))]
+             size(128 * own.saved), size(128 * 4 * own.tokens * own.width * (own.depth + 12))]
             for own in nets
         ],
     )  # fmt: skip
@@ -323,7 +329,7 @@ def tables() -> None:
 
 def check() -> None:
     measured = json.loads((MEASURED / "speed.json").read_text("utf-8"))
-    machine = fitted(measured["training"])
+    machine = fit_machine(measured["training"])
     print(
         f"fitted: {2 * machine.rate / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s of "
         "activations\n"
@@ -331,8 +337,8 @@ def check() -> None:
     table(
         ["point", "predicted", "measured", "off by"],
         [
-            [name, f"{told:.3g}", f"{found:.3g}", f"{100 * (told / found - 1):+.0f} %"]
-            for name, told, found in points(measured)
+            [name, f"{predicted:.3g}", f"{actual:.3g}", f"{100 * (predicted / actual - 1):+.0f} %"]
+            for name, predicted, actual in points(measured)
         ],
     )
 

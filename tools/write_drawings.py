@@ -1,8 +1,8 @@
-"""Write pocket's drawings as PNG folders, to try `coda learn` on.
+"""Write pocket's drawings as PNG folders, to try `coda learn`.
 
     python tools/write_drawings.py FOLDER --tasks 3 --classes 10
 
-makes FOLDER/task-1, task-2, ... with one folder a class, and FOLDER/test with all classes.
+It creates FOLDER/task-1, task-2, ... with one folder per class, and FOLDER/test with all classes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tasks", type=int, default=3)
-    parser.add_argument("--classes", type=int, default=10, help="of each task")
-    parser.add_argument("--train", type=int, default=80, help="drawings of each class to learn")
-    parser.add_argument("--strength", type=float, default=None, help="of the styles; 0: plain ink")
+    parser.add_argument("--classes", type=int, default=10, help="classes per task")
+    parser.add_argument("--train", type=int, default=80, help="training drawings per class")
+    parser.add_argument("--strength", type=float, default=None, help="style strength; 0: plain")
     options = parser.parse_args()
     source = pocket_source() if options.strength is None else pocket_source(options.strength)
     for row in range(options.tasks * options.classes):
@@ -32,9 +32,10 @@ def main() -> None:
 
 
 def write(split: Split, row: int, folder: Path, most: int) -> None:
+    """Write at most so many drawings of a class."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, place in enumerate(np.flatnonzero(split.labels == row)[:most]):
-        split.image(int(place)).save(folder / f"{number:02}.png")
+    for number, index in enumerate(np.flatnonzero(split.labels == row)[:most]):
+        split.image(int(index)).save(folder / f"{number:02}.png")
 
 
 if __name__ == "__main__":
