@@ -1,4 +1,4 @@
-"""Backbones by name or path: what is accepted, what is refused, and what the hub may not change."""
+"""Backbones by name or path: valid and invalid files, downloads and pinned versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMM = Path(__file__).parent / "fixtures" / "timm"
 
 Shapes = dict[str, tuple[int, ...]]
 
-# timm's keys and shapes, written down by hand: DeiT-Tiny in full for one block, then by width.
+# timm's keys and shapes, for one block of each width and for each whole model.
 VIT_TINY_BLOCK: Shapes = {
     "norm1.weight": (192,),
     "norm1.bias": (192,),
@@ -159,7 +159,7 @@ Checkpoint = Callable[..., Path]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
-    """Writes tensors to a safetensors file; removed at once, since ViT-B is large."""
+    """Write tensors to a safetensors file that is removed after the test: ViT-B is large."""
     written: list[Path] = []
 
     def write(tensors: dict[str, Tensor], name: str = "given.safetensors") -> Path:
@@ -175,7 +175,7 @@ def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
 # The catalogue
 
 
-def test_the_catalogue_names_the_backbones_of_the_issue_and_cannot_be_changed() -> None:
+def test_catalog_has_the_documented_backbones_and_is_immutable() -> None:
     assert {
         "pocket",
         "vit-b16-in1k",
@@ -195,7 +195,7 @@ def test_the_catalogue_names_the_backbones_of_the_issue_and_cannot_be_changed() 
         CATALOG["pocket"].name = "mine"  # type: ignore[misc]
 
 
-def test_the_papers_backbone_is_the_full_timm_name_with_mean_and_std_of_one_half() -> None:
+def test_paper_backbone_has_the_full_timm_name_and_mean_and_std_of_one_half() -> None:
     backbone = CATALOG["vit-b16-in1k"]
     assert backbone.repository == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
     assert backbone.preprocessing == Preprocessing(
@@ -204,19 +204,19 @@ def test_the_papers_backbone_is_the_full_timm_name_with_mean_and_std_of_one_half
     assert backbone.config == ViTConfig()
 
 
-def test_backbones_by_facebook_expect_the_mean_and_std_of_imagenet() -> None:
+def test_facebook_backbones_use_the_mean_and_std_of_imagenet() -> None:
     imagenet = Preprocessing(224, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic")
     for name, backbone in CATALOG.items():
         if name.startswith(("deit", "dino", "mae")):
             assert backbone.preprocessing == imagenet
 
 
-def test_an_unknown_name_is_an_error_that_suggests_the_nearest(tmp_path: Path) -> None:
+def test_unknown_name_suggests_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(errors.UnknownName, match="Did you mean 'dinov2-s14'"):
         load_backbone("dino2-s14", cache=tmp_path)
 
 
-def test_importing_the_catalogue_does_not_import_the_hubs_client() -> None:
+def test_importing_the_catalog_does_not_import_huggingface_hub() -> None:
     check = "import sys, coda_prompt.model.catalog; sys.exit('huggingface_hub' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
@@ -252,9 +252,7 @@ def test_catalog_agrees_with_timm() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_with_timms_keys_loads_with_nothing_left_over(
-    name: str, checkpoint: Checkpoint
-) -> None:
+def test_checkpoint_with_timm_keys_loads(name: str, checkpoint: Checkpoint) -> None:
     path = checkpoint(zeros(LAYOUTS[name], torch.float16))
     loaded = load_backbone(str(path), like=name)
     assert loaded.vit.config == CATALOG[name].config
@@ -266,7 +264,7 @@ def test_a_checkpoint_with_timms_keys_loads_with_nothing_left_over(
         assert not parameter.any()
 
 
-def test_every_weight_of_a_file_arrives_under_its_own_name(checkpoint: Checkpoint) -> None:
+def test_every_weight_is_loaded_under_its_name(checkpoint: Checkpoint) -> None:
     tensors = noise(DEIT_TINY)
     loaded = load_backbone(str(checkpoint(tensors)), like="deit-tiny")
     weights = loaded.vit.state_dict()
@@ -274,7 +272,7 @@ def test_every_weight_of_a_file_arrives_under_its_own_name(checkpoint: Checkpoin
     assert all(torch.equal(weights[name], tensors[name]) for name in weights)
 
 
-def test_a_classifier_head_is_left_out_and_named_in_the_log(
+def test_classifier_head_is_ignored_and_logged(
     checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     heads = {"head_dist.weight": (1000, 192), "head_dist.bias": (1000,)}
@@ -286,9 +284,7 @@ def test_a_classifier_head_is_left_out_and_named_in_the_log(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_file_in_half_precision_becomes_float32(
-    dtype: torch.dtype, checkpoint: Checkpoint
-) -> None:
+def test_half_precision_weights_become_float32(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in noise(DEIT_TINY).items()}
     weights = load_backbone(str(checkpoint(tensors)), like="deit-tiny").vit.state_dict()
     for name, weight in weights.items():
@@ -309,7 +305,7 @@ def test_dinov2_positions_are_resampled_from_37_to_16(checkpoint: Checkpoint) ->
     assert loaded.vit.features(torch.rand(1, 3, 224, 224)).shape == (1, 384)
 
 
-def test_dinov2s_own_file_with_registers_gives_the_features_of_timms(
+def test_original_dinov2_file_with_registers_equals_the_timm_file(
     checkpoint: Checkpoint,
 ) -> None:
     original = noise(DINOV2_SMALL_REGISTERS_ORIGINAL)
@@ -328,7 +324,7 @@ def test_dinov2s_own_file_with_registers_gives_the_features_of_timms(
     assert torch.equal(ours.vit.get_parameter("reg_token"), original["register_tokens"])
 
 
-def test_dinov2s_own_file_without_registers_loses_only_its_mask_token(
+def test_original_dinov2_file_without_registers_loads_except_for_the_mask_token(
     checkpoint: Checkpoint,
 ) -> None:
     path = checkpoint(zeros({**DINOV2_SMALL, "mask_token": (1, 384)}))
@@ -343,13 +339,13 @@ def edited(**changes: tuple[int, ...] | None) -> dict[str, Tensor]:
     return zeros({name: shape for name, shape in shapes.items() if shape is not None})
 
 
-def test_one_missing_key_is_named(checkpoint: Checkpoint) -> None:
+def test_missing_key_is_named(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(**{"blocks.7.attn.proj.bias": None}))
     with pytest.raises(errors.WeightsMismatch, match=r"missing blocks\.7\.attn\.proj\.bias\."):
         load_backbone(str(path), like="deit-tiny")
 
 
-def test_one_extra_key_is_named(checkpoint: Checkpoint) -> None:
+def test_unknown_key_is_named(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(**{"blocks.3.attn.q_norm.weight": (64,)}))
     with pytest.raises(
         errors.WeightsMismatch, match=r"unexpected blocks\.3\.attn\.q_norm\.weight\."
@@ -357,19 +353,19 @@ def test_one_extra_key_is_named(checkpoint: Checkpoint) -> None:
         load_backbone(str(path), like="deit-tiny")
 
 
-def test_the_decoder_of_a_masked_autoencoder_is_not_accepted(checkpoint: Checkpoint) -> None:
+def test_decoder_of_a_masked_autoencoder_is_rejected(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(mask_token=(1, 1, 512), **{"decoder_embed.weight": (512, 192)}))
     with pytest.raises(errors.WeightsMismatch, match=r"unexpected decoder_embed\.weight\."):
         load_backbone(str(path), like="deit-tiny")
 
 
-def test_registers_are_not_dropped_where_the_architecture_has_none(checkpoint: Checkpoint) -> None:
+def test_registers_are_rejected_if_the_architecture_has_none(checkpoint: Checkpoint) -> None:
     path = checkpoint(zeros(DINOV2_SMALL_REGISTERS_ORIGINAL))
     with pytest.raises(errors.WeightsMismatch, match=r"unexpected register_tokens\."):
         load_backbone(str(path), like="dinov2-s14")
 
 
-def test_a_wrong_shape_names_the_key_and_both_shapes(checkpoint: Checkpoint) -> None:
+def test_wrong_shape_error_names_the_key_and_both_shapes(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(**{"blocks.0.mlp.fc1.weight": (700, 192)}))
     with pytest.raises(errors.WeightsMismatch) as caught:
         load_backbone(str(path), like="deit-tiny")
@@ -380,7 +376,7 @@ def test_a_wrong_shape_names_the_key_and_both_shapes(checkpoint: Checkpoint) -> 
 @pytest.mark.parametrize(
     "shape", [(1, 198, 192), (1, 196, 192), (1, 1, 192), (1, 197, 64), (197, 192), (0,)]
 )
-def test_positions_that_fit_no_square_grid_are_a_wrong_shape(
+def test_positions_of_a_non_square_grid_are_rejected(
     shape: tuple[int, ...], checkpoint: Checkpoint
 ) -> None:
     path = checkpoint(edited(pos_embed=shape))
@@ -388,21 +384,21 @@ def test_positions_that_fit_no_square_grid_are_a_wrong_shape(
         load_backbone(str(path), like="deit-tiny")
 
 
-def test_weights_that_are_not_floating_point_are_refused(checkpoint: Checkpoint) -> None:
+def test_integer_weights_are_rejected(checkpoint: Checkpoint) -> None:
     tensors = zeros(DEIT_TINY) | {"norm.bias": torch.zeros(192, dtype=torch.int8)}
     with pytest.raises(errors.CorruptFile, match=r"norm\.bias.*int8"):
         load_backbone(str(checkpoint(tensors)), like="deit-tiny")
 
 
-def test_a_truncated_file_is_corrupt(checkpoint: Checkpoint) -> None:
+def test_truncated_file_is_corrupt(checkpoint: Checkpoint) -> None:
     path = checkpoint(zeros(DEIT_TINY))
     os.truncate(path, path.stat().st_size - 10)
-    with pytest.raises(errors.CorruptFile, match="not a whole safetensors file"):
+    with pytest.raises(errors.CorruptFile, match="is truncated or not a safetensors file"):
         load_backbone(str(path), like="deit-tiny")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04garbage" * 99, b"PK\x03\x04" + b"\x00" * 999])
-def test_a_file_of_another_kind_is_corrupt(content: bytes, tmp_path: Path) -> None:
+def test_other_file_type_is_corrupt(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     path.write_bytes(content)
     with pytest.raises(errors.CorruptFile, match=r"weights\.pth"):
@@ -410,7 +406,7 @@ def test_a_file_of_another_kind_is_corrupt(content: bytes, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["absent.safetensors", "."])
-def test_a_path_without_a_file_is_missing_data(name: str, tmp_path: Path) -> None:
+def test_missing_file_is_missing_data(name: str, tmp_path: Path) -> None:
     with pytest.raises(errors.MissingData, match="there is no such file"):
         load_backbone(str(tmp_path / name))
 
@@ -418,7 +414,7 @@ def test_a_path_without_a_file_is_missing_data(name: str, tmp_path: Path) -> Non
 # Files that say what they are, and files that do not
 
 
-def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
+def test_written_backbone_describes_itself(tmp_path: Path) -> None:
     config = ViTConfig(
         image_size=28, patch_size=4, channels=1, width=24, depth=2, heads=3, mlp_width=48, stem=(8,)
     )
@@ -435,7 +431,7 @@ def test_a_written_backbone_says_what_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_written_backbone_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_written_backbone_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         write_weights(tmp_path / "own.safetensors", small_vit(), Preprocessing(32))
@@ -444,14 +440,14 @@ def test_a_written_backbone_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -
     assert (tmp_path / "own.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_what_a_file_says_goes_before_like(tmp_path: Path) -> None:
+def test_metadata_takes_precedence_over_like(tmp_path: Path) -> None:
     path = tmp_path / "own.safetensors"
     write_weights(path, small_vit(), Preprocessing(32))
     loaded = load_backbone(str(path), like="vit-b16-in1k")
     assert (loaded.vit.config, loaded.preprocessing) == (SMALL_CONFIG, Preprocessing(32))
 
 
-def test_a_write_that_fails_leaves_the_old_file(
+def test_failed_write_preserves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "own.safetensors"
@@ -467,7 +463,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_weights_can_be_read_into_a_vit_that_exists(tmp_path: Path) -> None:
+def test_weights_can_be_loaded_into_an_existing_vit(tmp_path: Path) -> None:
     path, vit = tmp_path / "own.safetensors", small_vit()
     write_weights(path, vit, Preprocessing(32))
     other = ViT(SMALL_CONFIG)
@@ -478,7 +474,7 @@ def test_weights_can_be_read_into_a_vit_that_exists(tmp_path: Path) -> None:
     assert read_weights(path, SMALL_CONFIG).keys() == vit.state_dict().keys()
 
 
-def test_a_loaded_backbone_does_not_change_with_its_file(checkpoint: Checkpoint) -> None:
+def test_loaded_backbone_is_independent_of_its_file(checkpoint: Checkpoint) -> None:
     path = checkpoint(noise(DEIT_TINY))
     loaded = load_backbone(str(path), like="deit-tiny")
     before = loaded.vit.fingerprint()
@@ -492,15 +488,13 @@ def test_a_loaded_backbone_does_not_change_with_its_file(checkpoint: Checkpoint)
     ("metadata", "fact"),
     [
         ({"vit": "{"}, "not JSON"),
-        ({"vit": "[1]"}, "state no ViTConfig"),
+        ({"vit": "[1]"}, "does not describe a ViTConfig"),
         ({"vit": '{"widht": 64}'}, "widht"),
         ({"vit": '{"width": "64"}'}, "width = '64'"),
         ({"pixels": '{"mean": 0.5}'}, "mean = 0.5"),
     ],
 )
-def test_metadata_that_describe_no_backbone_are_corrupt(
-    metadata: dict[str, str], fact: str, tmp_path: Path
-) -> None:
+def test_invalid_metadata_is_corrupt(metadata: dict[str, str], fact: str, tmp_path: Path) -> None:
     path = tmp_path / "own.safetensors"
     path.write_bytes(save(small_vit().state_dict(), metadata))
     with pytest.raises(errors.CorruptFile, match=fact):
@@ -542,7 +536,7 @@ def test_metadata_that_describe_no_backbone_are_corrupt(
         ),
     ],
 )
-def test_the_architecture_of_a_silent_file_is_inferred_and_said(
+def test_architecture_of_a_file_without_metadata_is_inferred_with_a_warning(
     shapes: Shapes, config: ViTConfig, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = checkpoint(zeros(shapes))
@@ -560,10 +554,10 @@ def test_the_architecture_of_a_silent_file_is_inferred_and_said(
         ({"pos_embed": None}, "no 'pos_embed'"),
         ({"pos_embed": (1, 198, 192)}, "198 position rows"),
         ({"patch_embed.proj.weight": (200, 3, 16, 16)}, "width 200"),
-        ({"patch_embed.proj.weight": (192, 768)}, "no 'patch_embed.proj.weight' of 4 axes"),
+        ({"patch_embed.proj.weight": (192, 768)}, "no 'patch_embed.proj.weight' with 4 axes"),
     ],
 )
-def test_a_file_whose_architecture_cannot_be_told_asks_for_a_named_one(
+def test_file_of_unknown_architecture_asks_for_a_named_backbone(
     changes: dict[str, tuple[int, ...] | None], fact: str, checkpoint: Checkpoint
 ) -> None:
     with pytest.raises(errors.WeightsMismatch, match=fact) as caught:
@@ -571,14 +565,14 @@ def test_a_file_whose_architecture_cannot_be_told_asks_for_a_named_one(
     assert "Specify the backbone these weights belong to" in str(caught.value)
 
 
-def test_like_must_be_a_known_name_and_goes_with_a_path_only(checkpoint: Checkpoint) -> None:
+def test_like_must_be_a_known_name_and_requires_a_path(checkpoint: Checkpoint) -> None:
     with pytest.raises(errors.UnknownName, match="Did you mean 'deit-tiny'"):
         load_backbone(str(checkpoint(zeros(DEIT_TINY))), like="deit-tin")
     with pytest.raises(errors.BadOption, match="like"):
         load_backbone("pocket", like="deit-tiny")
 
 
-def test_the_embedded_backbone_needs_no_network_and_says_what_it_is() -> None:
+def test_embedded_backbone_needs_no_network_and_describes_itself() -> None:
     loaded = load_backbone("pocket", endpoint="http://127.0.0.1:9")
     assert loaded.revision is None
     assert loaded.vit.config.image_size == loaded.preprocessing.size
@@ -681,7 +675,7 @@ def record_of(cache: Path) -> Any:
     return json.loads((cache / "coda-prompt-backbones.json").read_text())
 
 
-def test_a_first_use_downloads_the_file_and_records_commit_and_hash(
+def test_first_use_downloads_the_file_and_pins_commit_and_hash(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -698,7 +692,7 @@ def test_a_first_use_downloads_the_file_and_records_commit_and_hash(
     assert torch.equal(loaded.vit.get_parameter(key), expected)
 
 
-def test_a_second_use_needs_no_network(
+def test_second_use_needs_no_network(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -710,7 +704,7 @@ def test_a_second_use_needs_no_network(
     assert offline.revision == FIRST
 
 
-def test_a_cached_file_that_was_never_used_here_works_offline_and_is_recorded(
+def test_cached_file_works_offline_and_is_pinned(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -720,7 +714,7 @@ def test_a_cached_file_that_was_never_used_here_works_offline_and_is_recorded(
     assert record_of(tmp_path / "here") == record_of(tmp_path / "elsewhere")
 
 
-def test_a_new_commit_on_the_hub_does_not_change_what_is_used(
+def test_new_commit_on_the_hub_does_not_change_the_pinned_version(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -735,7 +729,7 @@ def test_a_new_commit_on_the_hub_does_not_change_what_is_used(
     }
 
 
-def test_other_content_under_the_recorded_commit_is_refused(
+def test_other_content_under_the_pinned_commit_is_rejected(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -754,7 +748,7 @@ def test_other_content_under_the_recorded_commit_is_refused(
         assert fact in str(caught.value)
 
 
-def test_a_cached_file_that_was_tampered_with_is_refused(
+def test_modified_cached_file_is_rejected(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -766,11 +760,11 @@ def test_a_cached_file_that_was_tampered_with_is_refused(
     # The same where the file system has no links, so that only the record knows better.
     cached.unlink()
     cached.write_bytes(contents[1])
-    with pytest.raises(errors.HashMismatch, match="not the file first used"):
+    with pytest.raises(errors.HashMismatch, match="differs from the file that was used first"):
         use(hub, tmp_path)
 
 
-def test_a_download_that_is_not_what_the_hub_declared_is_not_recorded(
+def test_download_with_a_wrong_hash_is_not_pinned(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits, hub.declared_sha256 = {FIRST: contents[0]}, sha256(contents[1])
@@ -779,7 +773,7 @@ def test_a_download_that_is_not_what_the_hub_declared_is_not_recorded(
     assert not (tmp_path / "coda-prompt-backbones.json").exists()
 
 
-def test_without_a_hub_the_error_names_the_file_its_place_and_the_embedded_one(
+def test_error_without_a_hub_names_the_file_its_path_and_the_embedded_backbone(
     hub: Hub, tmp_path: Path
 ) -> None:
     with pytest.raises(errors.BackboneUnavailable) as caught:
@@ -794,7 +788,7 @@ def test_without_a_hub_the_error_names_the_file_its_place_and_the_embedded_one(
     assert not (tmp_path / "coda-prompt-backbones.json").exists()
 
 
-def test_a_recorded_commit_that_is_gone_from_the_hub_says_how_to_give_it_up(
+def test_pinned_commit_missing_on_the_hub_error_says_how_to_unpin(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     hub.commits = {FIRST: contents[0]}
@@ -806,9 +800,7 @@ def test_a_recorded_commit_that_is_gone_from_the_hub_says_how_to_give_it_up(
     assert f"/resolve/{FIRST}/" in str(caught.value)
 
 
-def test_other_entries_of_the_record_are_kept(
-    hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
-) -> None:
+def test_other_pins_are_preserved(hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path) -> None:
     hub.commits = {FIRST: contents[0]}
     other = {"revision": SECOND, "sha256": "ab" * 32}
     record = tmp_path / "coda-prompt-backbones.json"
@@ -820,14 +812,14 @@ def test_other_entries_of_the_record_are_kept(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}', '{"a": {"revision": "x"}}'])
-def test_a_damaged_record_is_an_error_that_names_it(content: str, hub: Hub, tmp_path: Path) -> None:
+def test_damaged_pins_file_is_named(content: str, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "coda-prompt-backbones.json").write_text(content)
-    with pytest.raises(errors.CorruptFile, match=r"coda-prompt-backbones\.json.*pinned anew"):
+    with pytest.raises(errors.CorruptFile, match=r"coda-prompt-backbones\.json.*pinned again"):
         use(hub, tmp_path)
     assert hub.requests == []
 
 
-def test_a_record_that_cannot_be_written_is_said_and_the_backbone_still_loads(
+def test_backbone_loads_with_a_warning_if_the_pins_file_cannot_be_written(
     hub: Hub,
     contents: tuple[bytes, bytes],
     tmp_path: Path,

@@ -26,7 +26,7 @@ SHIPPED = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_an_asset_is_the_one_that_was_shipped(name: str) -> None:
+def test_assets_have_the_published_hashes(name: str) -> None:
     assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == SHIPPED[name]
     if name == "pocket-vit.safetensors":
         assert SHIPPED[name] in (ASSETS / "pocket-vit.md").read_text(), "the card names its file"
@@ -45,7 +45,7 @@ def test_no_pretraining_class_is_in_the_benchmark() -> None:
     assert not benchmark & pretraining
 
 
-def test_eighty_drawings_a_class_train_and_twenty_test() -> None:
+def test_each_class_has_80_training_and_20_test_drawings() -> None:
     source = pocket_source(strength=0)
     assert np.bincount(source.train.labels).tolist() == [80] * 100
     assert np.bincount(source.test.labels).tolist() == [20] * 100
@@ -54,7 +54,7 @@ def test_eighty_drawings_a_class_train_and_twenty_test() -> None:
     assert np.array_equal(np.asarray(source.test.image(21)), drawings[1, 81])
 
 
-def test_every_drawing_has_one_style_and_all_styles_are_about_as_frequent() -> None:
+def test_styles_are_about_equally_frequent() -> None:
     source = pocket_source()
     assert source.domain_names == tuple(STYLES)
     for split in (source.train, source.test):
@@ -63,7 +63,7 @@ def test_every_drawing_has_one_style_and_all_styles_are_about_as_frequent() -> N
         assert shares.max() < 0.13
 
 
-def test_the_style_of_a_drawing_is_fixed_by_its_name() -> None:
+def test_style_depends_on_the_name_only() -> None:
     assert len({style_index(f"cat/{number}") for number in range(100)}) == len(STYLES)
     source = pocket_source()
     domains = np.concatenate([source.train.domains, source.test.domains]).astype("<i8")
@@ -71,7 +71,7 @@ def test_the_style_of_a_drawing_is_fixed_by_its_name() -> None:
     assert digest == "62ed4218214fc1b4247f03facceffd56559925868fb454864d80af2f04a58cf2"
 
 
-def test_the_published_benchmark_is_what_it_was() -> None:
+def test_pocket_benchmark_is_unchanged() -> None:
     """The ink of one drawing in each style, but for the rounding of another processor."""
     assert STRENGTH == 0.25
     assert list(STYLES) == [
@@ -86,9 +86,7 @@ def test_the_published_benchmark_is_what_it_was() -> None:
     assert pocket_source(0.5).fingerprint() != pocket_source(0.6).fingerprint()
 
 
-def test_an_asset_that_is_a_pickle_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickled_asset_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "pocket-drawings.npz", drawings=np.array([{}]), classes=np.array(["a"]))
     monkeypatch.setattr(pocket.resources, "files", lambda _: Parent(tmp_path))
     with pytest.raises(CorruptFile, match="allow_pickle"):
@@ -106,7 +104,7 @@ class Parent:
 
 
 @pytest.mark.parametrize("style", list(STYLES))
-def test_strength_scales_every_style_from_nothing(style: str) -> None:
+def test_strength_scales_every_style_from_zero(style: str) -> None:
     drawings = arrays()["drawings"][:200:10]
     number = np.full(len(drawings), list(STYLES).index(style))
     untouched, half, full = (render(drawings, number, strength) for strength in (0, 0.5, 1))
@@ -116,7 +114,7 @@ def test_strength_scales_every_style_from_nothing(style: str) -> None:
         assert 0.5 < difference[0] < difference[1]
 
 
-def test_the_embedded_backbone_knows_drawings_it_has_never_seen() -> None:
+def test_embedded_backbone_separates_unseen_classes() -> None:
     """Ridge regression on frozen features of 20 unseen classes, plain ink, far above pixels."""
     backbone = load_backbone("pocket")
     source = pocket_source(strength=0)

@@ -1,6 +1,6 @@
-"""Backbones by name: their architecture, the pixels they expect and where their weights are.
+"""Backbones by name: architecture, preprocessing and where their weights are.
 
-The path of a `.safetensors` file works wherever a name does.
+The path of a `.safetensors` file can be used instead of a name.
 """
 
 from __future__ import annotations
@@ -49,28 +49,29 @@ class Backbone:
     description: str
     file: str
     repository: str | None
-    """The hub repository of `file`; None: the file is embedded in this package."""
+    """Hub repository of `file`; None if the file is embedded in this package."""
     config: ViTConfig | None
-    """None: the file itself says it, as embedded ones do. Likewise `pixels`."""
+    """None if stated in the file's metadata, as in embedded files."""
     preprocessing: Preprocessing | None
+    """None if stated in the file's metadata."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedBackbone:
-    """A frozen ViT in evaluation mode and where it came from."""
+    """A frozen ViT in evaluation mode and its origin."""
 
     name: str
     vit: ViT
     preprocessing: Preprocessing
     sha256: str
     revision: str | None
-    """The commit of the hub repository; None for a file that is not from the download."""
+    """Commit of the hub repository; None if the file was not downloaded."""
 
 
 _TINY = ViTConfig(width=192, heads=3, mlp_width=768)
 _SMALL = ViTConfig(width=384, heads=6, mlp_width=1536)
 _BASE = ViTConfig()
-# The file's 37 x 37 positions (518 pixels) are resampled to 16 x 16.
+# The 37 x 37 positions in the file (518 px images) are resampled to 16 x 16.
 _SMALL_14 = ViTConfig(patch_size=14, width=384, heads=6, mlp_width=1536, layer_scale=True)
 _SMALL_14_REGISTERS = ViTConfig(
     patch_size=14,
@@ -82,20 +83,22 @@ _SMALL_14_REGISTERS = ViTConfig(
     position_for_class=False,
 )
 
-_HALVES = Preprocessing()
+_MEAN_STD_HALF = Preprocessing()
 _IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 def _on_hub(
-    name: str, repository: str, config: ViTConfig, pixels: Preprocessing, description: str
+    name: str, repository: str, config: ViTConfig, preprocessing: Preprocessing, description: str
 ) -> Backbone:
-    return Backbone(name, description, "model.safetensors", f"timm/{repository}", config, pixels)
+    return Backbone(
+        name, description, "model.safetensors", f"timm/{repository}", config, preprocessing
+    )
 
 
 _BACKBONES = (
     Backbone(
         "pocket",
-        "small ViT that comes with this package; no download",
+        "small ViT embedded in this package; no download",
         "pocket-vit.safetensors",
         None,
         None,
@@ -105,14 +108,14 @@ _BACKBONES = (
         "vit-b16-in1k",
         "vit_base_patch16_224.augreg_in21k_ft_in1k",
         _BASE,
-        _HALVES,
+        _MEAN_STD_HALF,
         "ViT-B/16 of the paper, ImageNet-21k then ImageNet-1k; about 346 MB",
     ),
     _on_hub(
         "vit-b16-in21k",
         "vit_base_patch16_224.augreg_in21k",
         _BASE,
-        _HALVES,
+        _MEAN_STD_HALF,
         "ViT-B/16, ImageNet-21k only; about 410 MB",
     ),
     _on_hub(
@@ -178,18 +181,29 @@ def load_backbone(
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> LoadedBackbone:
-    """A frozen backbone by name, or from a `.safetensors` file.
+    """Load a frozen backbone by name or from a `.safetensors` file.
 
-    A file that does not say what it is has the architecture and pixels of the named backbone
-    `like`; without that they are inferred, and a warning says what was assumed. `cache` is the
-    folder of the hub's cache and `endpoint` the address of the hub, both by default the usual ones.
+    Args:
+        name_or_path: a name in `CATALOG`, or a path.
+        like: for a path, the named backbone whose architecture and preprocessing apply if the
+            file's metadata does not state them. By default they are inferred, with a warning.
+        cache: folder of the hub's cache; by default that of huggingface_hub.
+        endpoint: URL of the hub; by default that of huggingface_hub.
+
+    Raises:
+        UnknownName: there is no such backbone.
+        BackboneUnavailable: the weights cannot be downloaded.
+
+    Example:
+        >>> backbone = load_backbone("pocket")
+        >>> features = backbone.vit.features(images)
     """
     if name_or_path not in CATALOG:
         if not _looks_like_path(name_or_path):
             raise UnknownName("backbone", name_or_path, CATALOG)
         return _load(name_or_path, Path(name_or_path), *_describe(Path(name_or_path), like))
     if like is not None:
-        problem = f"is for files that are given by path; '{name_or_path}' is a named backbone"
+        problem = f"is for weights given by path; '{name_or_path}' is a named backbone"
         raise BadOption("the backbone", "like", problem)
     backbone = CATALOG[name_or_path]
     if backbone.repository is None:
@@ -198,48 +212,51 @@ def load_backbone(
     path, pin = download.fetch(
         backbone.name, backbone.repository, backbone.file, cache=cache, endpoint=endpoint
     )
-    config, pixels = _architecture(backbone)
-    return _load(backbone.name, path, config, pixels, pin)
+    return _load(backbone.name, path, *_architecture(backbone), pin)
 
 
 def _load(
-    name: str, path: Path, config: ViTConfig, pixels: Preprocessing, pin: download.Pin | None = None
+    name: str,
+    path: Path,
+    config: ViTConfig,
+    preprocessing: Preprocessing,
+    pin: download.Pin | None = None,
 ) -> LoadedBackbone:
     with torch.device("meta"):
         vit = ViT(config)
     load_weights(vit, path)
     vit.requires_grad_(False).eval()
     if pin is None:
-        return LoadedBackbone(name, vit, pixels, file_sha256(path), None)
-    return LoadedBackbone(name, vit, pixels, pin.sha256, pin.revision)
+        return LoadedBackbone(name, vit, preprocessing, file_sha256(path), None)
+    return LoadedBackbone(name, vit, preprocessing, pin.sha256, pin.revision)
 
 
 def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Preprocessing]:
-    """Architecture and pixels of a file: its own word, else those of `like`, else a guess."""
-    config, pixels = read_description(path)
+    """Return architecture and preprocessing: from the metadata, else of `like`, else inferred."""
+    config, preprocessing = read_description(path)
     if like is not None:
         if like not in CATALOG:
             raise UnknownName("backbone", like, CATALOG)
-        named_config, named_pixels = _architecture(CATALOG[like])
-        return config or named_config, pixels or named_pixels
+        like_config, like_preprocessing = _architecture(CATALOG[like])
+        return config or like_config, preprocessing or like_preprocessing
     if config is None:
         config = infer_config(path)
         log.warning(
-            "%s does not say what it is. Assumed from its tensors: %s. Name the backbone it is "
-            "built like if that is wrong.",
+            "%s does not state its architecture. Inferred from its tensors: %s. If that is wrong, "
+            "name a backbone with the same architecture.",
             path,
             config,
         )
-    if pixels is None:
-        halves = (0.5,) * config.channels
-        pixels = Preprocessing(config.image_size, config.channels, halves, halves)
+    if preprocessing is None:
+        half = (0.5,) * config.channels
+        preprocessing = Preprocessing(config.image_size, config.channels, half, half)
         log.warning(
-            "%s does not say which pixels it expects. Assumed: %d x %d, mean 0.5, std 0.5.",
+            "%s does not state its preprocessing. Assumed: %d x %d pixels, mean 0.5, std 0.5.",
             path,
-            pixels.size,
-            pixels.size,
+            preprocessing.size,
+            preprocessing.size,
         )
-    return config, pixels
+    return config, preprocessing
 
 
 def _architecture(backbone: Backbone) -> tuple[ViTConfig, Preprocessing]:

@@ -1,7 +1,7 @@
-"""Weights from the hub, pinned: what was fetched first is what is used ever after.
+"""Download weights from the Hugging Face Hub and pin them.
 
-The commit and the sha256 of a file are recorded beside the hub's cache when it is first used. Later
-uses ask for that commit and refuse any other content.
+The commit and sha256 of a file are recorded in the hub's cache folder on first use. Later uses
+request that commit and reject any other content.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from coda_prompt.storage.files import file_sha256, write_atomically
 
 log = logging.getLogger(__name__)
 
-RECORD = "coda-prompt-backbones.json"
+PINS_FILE = "coda-prompt-backbones.json"
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Which file of a repository: the commit it was fetched from and the hash of its bytes."""
+    """A version of a file: its commit and the hash of its content."""
 
     revision: str
     sha256: str
@@ -32,27 +32,36 @@ class Pin:
 def fetch(
     name: str, repository: str, file: str, *, cache: Path | None, endpoint: str | None
 ) -> tuple[Path, Pin]:
-    """The local path of a hub file, downloaded where it is not cached, and checked."""
+    """Download a file of the hub unless it is cached, and check it.
+
+    Returns:
+        Its local path, and the version that is pinned.
+
+    Raises:
+        BackboneUnavailable: it is not cached and cannot be downloaded.
+        HashMismatch: the download is damaged, or differs from the pinned version.
+    """
     from huggingface_hub import constants
 
-    folder = Path(constants.HF_HUB_CACHE if cache is None else cache).expanduser().resolve()
-    record, key = folder / RECORD, f"{repository}/{file}"
-    copies = folder / f"models--{repository.replace('/', '--')}"
-    recorded = _read_record(record).get(key)
-    path = _download(name, repository, file, recorded, record, copies, endpoint)
-    # The hub's cache keeps a file at <copies>/snapshots/<commit>/<file>.
-    found = Pin(path.relative_to(copies / "snapshots").parts[0], file_sha256(path))
+    cache = Path(constants.HF_HUB_CACHE if cache is None else cache).expanduser().resolve()
+    pins_file, key = cache / PINS_FILE, f"{repository}/{file}"
+    repository_folder = cache / f"models--{repository.replace('/', '--')}"
+    pinned = _read_pins(pins_file).get(key)
+    path = _download(name, repository, file, pinned, pins_file, repository_folder, endpoint)
+    # The path is <repository_folder>/snapshots/<commit>/<file>.
+    actual = Pin(path.relative_to(repository_folder / "snapshots").parts[0], file_sha256(path))
     declared = _declared_sha256(path)
-    if declared is not None and declared != found.sha256:
-        remedy = f"The download is damaged: delete {copies} and try again."
-        raise HashMismatch(str(path), declared, found.sha256, remedy)
-    pin = recorded or _record(record, key, found)
-    if pin.sha256 != found.sha256:
+    if declared is not None and declared != actual.sha256:
+        remedy = f"The download is damaged: delete {repository_folder} and try again."
+        raise HashMismatch(str(path), declared, actual.sha256, remedy)
+    pin = pinned or _pin(pins_file, key, actual)
+    if pin.sha256 != actual.sha256:
         remedy = (
-            f"It is not the file first used, which {record} records. Delete {copies} to fetch that "
-            f"one again, or, if you trust the new one, remove the entry '{key}' from the record."
+            f"It differs from the file that was used first, which is pinned in {pins_file}. Delete "
+            f"{repository_folder} to download that one again or, if you trust the new file, remove "
+            f"the entry '{key}' from {pins_file.name}."
         )
-        raise HashMismatch(str(path), pin.sha256, found.sha256, remedy)
+        raise HashMismatch(str(path), pin.sha256, actual.sha256, remedy)
     return path, pin
 
 
@@ -60,68 +69,74 @@ def _download(
     name: str,
     repository: str,
     file: str,
-    recorded: Pin | None,
-    record: Path,
-    copies: Path,
+    pinned: Pin | None,
+    pins_file: Path,
+    repository_folder: Path,
     endpoint: str | None,
 ) -> Path:
     from huggingface_hub import hf_hub_download, hf_hub_url
     from huggingface_hub.errors import RevisionNotFoundError
 
-    revision = recorded.revision if recorded else None
+    revision = pinned.revision if pinned else None
     try:
         return Path(
             hf_hub_download(
-                repository, file, revision=revision, cache_dir=copies.parent, endpoint=endpoint
+                repository,
+                file,
+                revision=revision,
+                cache_dir=repository_folder.parent,
+                endpoint=endpoint,
             )
         )
-    # The hub's client, its HTTP library and its transfer backend share no narrower base class.
+    # huggingface_hub, its HTTP library and its transfer backend share no narrower base class.
     except Exception as error:
-        address = hf_hub_url(repository, file, revision=revision, endpoint=endpoint)
+        url = hf_hub_url(repository, file, revision=revision, endpoint=endpoint)
         cause = _summary(error)
         if isinstance(error, RevisionNotFoundError):
-            cause += f"; to give up the recorded commit, remove its entry from {record}"
-        raise BackboneUnavailable(name, address, copies, cause) from error
+            cause += (
+                f"; to use another commit than the pinned one, remove its entry from {pins_file}"
+            )
+        raise BackboneUnavailable(name, url, repository_folder, cause) from error
 
 
 def _summary(error: BaseException) -> str:
-    """One line about what went wrong below the hub's client, or in it."""
+    """Summarise an error of huggingface_hub, or its cause, in one line."""
     origin = error.__cause__ or error
     lines = [line.strip() for line in str(origin).splitlines() if line.strip()]
     return f"{type(origin).__name__}: {' '.join(lines[:2])}" if lines else type(origin).__name__
 
 
 def _declared_sha256(path: Path) -> str | None:
-    """The hash the hub gave with a large file: its cache names the content after it."""
+    """Return the sha256 the hub declared for a large file: its cache names the content after it."""
     if not path.is_symlink():
         return None
-    content = Path(os.readlink(path)).name
-    return content if re.fullmatch(r"[0-9a-f]{64}", content) else None
+    target = Path(os.readlink(path)).name
+    return target if re.fullmatch(r"[0-9a-f]{64}", target) else None
 
 
-def _read_record(record: Path) -> dict[str, Pin]:
-    if not record.exists():
+def _read_pins(pins_file: Path) -> dict[str, Pin]:
+    if not pins_file.exists():
         return {}
     try:
-        entries = json.loads(record.read_text("utf-8"))
+        entries = json.loads(pins_file.read_text("utf-8"))
         return {key: Pin(str(pin["revision"]), str(pin["sha256"])) for key, pin in entries.items()}
     except (ValueError, AttributeError, TypeError, KeyError) as error:
-        problem = "is not a record of pinned backbones (if you delete it, they are pinned anew)"
-        raise CorruptFile(record, problem) from error
+        problem = "is not a list of pinned backbones (if you delete it, they are pinned again)"
+        raise CorruptFile(pins_file, problem) from error
 
 
-def _record(record: Path, key: str, found: Pin) -> Pin:
-    """Enter the pin, unless another process was faster; the pin that holds is returned."""
+def _pin(pins_file: Path, key: str, actual: Pin) -> Pin:
+    """Pin a version unless another process has pinned one meanwhile; returns the pinned one."""
     from filelock import FileLock
 
     try:
-        with FileLock(record.with_suffix(".lock")):
-            pins = _read_record(record)
-            pin = pins.setdefault(key, found)
+        with FileLock(pins_file.with_suffix(".lock")):
+            pins = _read_pins(pins_file)
+            pin = pins.setdefault(key, actual)
             entries = {name: asdict(entry) for name, entry in sorted(pins.items())}
-            write_atomically(record, json.dumps(entries, indent=2).encode() + b"\n")
-    except (OSError, NotImplementedError) as error:  # a read-only folder, one without locks
-        log.warning("%s could not be written (%s): '%s' is not pinned", record, error, key)
-        return found
+            write_atomically(pins_file, json.dumps(entries, indent=2).encode() + b"\n")
+    except (OSError, NotImplementedError) as error:  # read-only, or a file system without locks
+        log.warning("%s could not be written (%s): '%s' is not pinned", pins_file, error, key)
+        return actual
     log.info("'%s' is pinned to commit %s, sha256 %s", key, pin.revision, pin.sha256)
     return pin

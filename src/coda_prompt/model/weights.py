@@ -1,7 +1,7 @@
-"""Weights on disk: safetensors files with timm's keys, checked key by key against a ViT.
+"""ViT weights in safetensors files with timm's parameter names.
 
-A file written here also says what it is: its metadata hold the architecture (`vit`) and the pixels
-it expects (`pixels`) as JSON. Files from elsewhere lack them, so they can be inferred.
+The metadata of files written here describe the architecture (`vit`) and the preprocessing
+(`pixels`) as JSON; for other files both can be inferred.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ from coda_prompt.storage.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-Described = TypeVar("Described", ViTConfig, Preprocessing)
+Description = TypeVar("Description", ViTConfig, Preprocessing)
 
 _FIRST_MLP = "blocks.0.mlp.fc1.weight"
 
 
 def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
-    """The float32 weights of a ViT of this architecture, with nothing missing and nothing over.
+    """Read the float32 weights of a ViT of this architecture.
 
-    Only a classifier head may be left over. DINOv2's own names are accepted beside timm's, and the
-    position embedding is resampled to the grid of `config`.
+    A classifier head and DINOv2's mask token are ignored. DINOv2's own parameter names are accepted
+    as well as timm's, and the position embedding is resampled to the grid of `config`.
+
+    Raises:
+        WeightsMismatch: a parameter is missing or unknown, or has another shape.
+        CorruptFile: the file is damaged or has other than floating-point weights.
+        MissingData: the file does not exist or cannot be read.
     """
-    tensors = _without_pretraining_parts(path, _read_tensors(path))
+    tensors = _drop_unused(path, _read_tensors(path))
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in ViT(config).state_dict().items()}
     if "reg_token" in expected and "register_tokens" in tensors:
@@ -49,7 +54,7 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
         parts = [f"{kind} {join_names(sorted(keys))}" for kind, keys in kinds if keys]
         raise WeightsMismatch(path, f"does not fit the architecture: {'; '.join(parts)}")
     weights = {name: _as_float32(path, name, tensors[name]) for name in expected}
-    _fit_positions(weights, config)
+    _resample_positions(weights, config)
     for name, shape in expected.items():
         if weights[name].shape != shape:
             problem = (
@@ -61,45 +66,47 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
 
 
 def load_weights(vit: ViT, path: Path) -> None:
-    """Fill a ViT from a file; one on the meta device takes the tensors over as they are."""
+    """Load a file into a ViT; a ViT on the meta device takes over the tensors without a copy."""
     vit.load_state_dict(read_weights(path, vit.config), assign=vit.cls_token.is_meta)
 
 
-def write_weights(path: Path, vit: ViT, pixels: Preprocessing) -> None:
-    """Write a backbone that says what it is; the file appears whole or not at all."""
+def write_weights(path: Path, vit: ViT, preprocessing: Preprocessing) -> None:
+    """Write weights with a description of architecture and preprocessing, atomically."""
     metadata = {
         "format": "pt",
         "vit": json.dumps(dataclasses.asdict(vit.config)),
-        "pixels": json.dumps(dataclasses.asdict(pixels)),
+        "pixels": json.dumps(dataclasses.asdict(preprocessing)),
     }
     tensors = {name: tensor.contiguous() for name, tensor in vit.state_dict().items()}
     write_atomically(path, save(tensors, metadata))
 
 
 def read_description(path: Path) -> tuple[ViTConfig | None, Preprocessing | None]:
-    """Architecture and pixels as the file's metadata state them, where they do."""
-    with _opened(path) as file:
+    """Return architecture and preprocessing from the file's metadata; None if not stated."""
+    with _open(path) as file:
         metadata = file.metadata() or {}
     return (
-        _described(path, ViTConfig, metadata["vit"]) if "vit" in metadata else None,
-        _described(path, Preprocessing, metadata["pixels"]) if "pixels" in metadata else None,
+        _parse_description(path, ViTConfig, metadata["vit"]) if "vit" in metadata else None,
+        _parse_description(path, Preprocessing, metadata["pixels"])
+        if "pixels" in metadata
+        else None,
     )
 
 
 def infer_config(path: Path) -> ViTConfig:
-    """The architecture the shapes tell; heads of 64 channels and eps 1e-6 are assumed."""
+    """Infer the architecture from shapes, assuming heads of 64 channels and eps 1e-6."""
     shapes = {name: tuple(tensor.shape) for name, tensor in _read_tensors(path).items()}
     for name, axes in (("patch_embed.proj.weight", 4), ("pos_embed", 3), (_FIRST_MLP, 2)):
         if len(shapes.get(name, ())) != axes:
-            raise WeightsMismatch(path, f"it has no '{name}' of {axes} axes, as a ViT has")
+            raise WeightsMismatch(path, f"it has no '{name}' with {axes} axes, unlike a ViT")
     width, channels, patch, patch_width = shapes["patch_embed.proj.weight"]
     rows = shapes["pos_embed"][1]
     position_for_class = not _is_square(rows)
     if not _is_square(rows - position_for_class) or patch != patch_width:
-        problem = f"{rows} position rows and {patch}x{patch_width} patches make no square image"
+        problem = f"{rows} position rows and {patch}x{patch_width} patches are not a square image"
         raise WeightsMismatch(path, problem)
     if width % 64:
-        raise WeightsMismatch(path, f"width {width} does not split in heads of 64 channels")
+        raise WeightsMismatch(path, f"width {width} is not a multiple of 64, the size of a head")
     registers = shapes.get("reg_token", shapes.get("register_tokens", ()))
     return ViTConfig(
         image_size=math.isqrt(rows) * patch,
@@ -116,50 +123,50 @@ def infer_config(path: Path) -> ViTConfig:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        remedy = "Give the path of a .safetensors file, or the name of a backbone."
+        remedy = "Use the path of a .safetensors file or the name of a backbone."
         raise MissingData(path, "there is no such file", remedy)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise CorruptFile(path, f"is not a whole safetensors file ({error})") from error
+        raise CorruptFile(path, f"is truncated or not a safetensors file ({error})") from error
     except OSError as error:
         raise MissingData(path, f"cannot be read ({error})", "Check its permissions.") from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of the file, mapped and not yet read."""
-    with _opened(path) as file:
+    """Return all tensors, memory-mapped."""
+    with _open(path) as file:
         names: list[str] = file.keys()
         return {name: file.get_tensor(name) for name in names}
 
 
-def _without_pretraining_parts(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but the classifier head and DINOv2's mask token: no feature depends on them."""
+def _drop_unused(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop the classifier head and DINOv2's mask token, which features do not depend on."""
     heads = sorted(name for name in tensors if name.startswith(("head.", "head_dist.")))
     if heads:
-        log.info("%s: the classifier head is left out (%s)", path, ", ".join(heads))
+        log.info("%s: ignoring the classifier head (%s)", path, ", ".join(heads))
     if "mask_token" in tensors:
-        log.info("%s: mask_token is left out, it serves pre-training only", path)
+        log.info("%s: ignoring mask_token, which is used in pre-training only", path)
     return {name: tensors[name] for name in tensors.keys() - {*heads, "mask_token"}}
 
 
 def _as_float32(path: Path, name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
-        raise CorruptFile(path, f"'{name}' holds {tensor.dtype}, not floating-point weights")
-    # A copy, because the file stays mapped otherwise and would change the model when it changes.
+        raise CorruptFile(path, f"'{name}' has {tensor.dtype}, not floating-point weights")
+    # A copy: a memory-mapped tensor would change when the file changes.
     return tensor.to(torch.float32, copy=True)
 
 
-def _fit_positions(weights: dict[str, Tensor], config: ViTConfig) -> None:
-    """Bring `pos_embed` to the rows of `config`, where its rows are those of a square grid."""
+def _resample_positions(weights: dict[str, Tensor], config: ViTConfig) -> None:
+    """Resample `pos_embed` to the grid of `config` if it is a square grid."""
     token, position = weights["cls_token"], weights["pos_embed"]
     if token.shape != (1, 1, config.width) or position.shape[::2] != (1, config.width):
         return
     if not config.position_for_class and _is_square(position.shape[1] - 1):
-        # DINOv2's own files give the class token a row; with registers timm adds it to the token.
+        # DINOv2's own files have a row for the class token; timm adds it to the token itself.
         weights["cls_token"] = token + position[:, :1]
         position = position[:, 1:]
     if _is_square(position.shape[1] - config.position_for_class):
@@ -171,25 +178,28 @@ def _is_square(number: int) -> bool:
     return number > 0 and math.isqrt(number) ** 2 == number
 
 
-MOST = {"depth": 256, "image_size": 2048, "size": 2048, "channels": 64}
-LEAST = {"registers": 0}
-"""Sizes a file may state; what they say is allocated before its tensors are compared."""
+MAX_VALUES = {"depth": 256, "image_size": 2048, "size": 2048, "channels": 64}
+MIN_VALUES = {"registers": 0}
+"""Limits for the metadata: a model is allocated before its tensors are compared."""
 
 
-def _described(path: Path, kind: type[Described], text: str) -> Described:
+def _parse_description(path: Path, kind: type[Description], text: str) -> Description:
     try:
-        stated = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(path, f"its metadata are not JSON ({error})") from error
-    if not isinstance(stated, Mapping):
-        raise CorruptFile(path, f"its metadata state no {kind.__name__}")
+        raise CorruptFile(path, f"its metadata is not JSON ({error})") from error
+    if not isinstance(fields, Mapping):
+        raise CorruptFile(path, f"its metadata does not describe a {kind.__name__}")
     values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name, value in values.items():
         if name not in defaults or type(value) is not type(defaults[name]):
-            raise CorruptFile(path, f"its metadata state {name} = {value!r} for {kind.__name__}")
-        if type(value) is int and not LEAST.get(name, 1) <= value <= MOST.get(name, 1 << 16):
-            raise CorruptFile(path, f"its metadata state an impossible {name} = {value}")
+            problem = f"its metadata has an invalid {kind.__name__} field: {name} = {value!r}"
+            raise CorruptFile(path, problem)
+        if type(value) is int and not MIN_VALUES.get(name, 1) <= value <= MAX_VALUES.get(
+            name, 1 << 16
+        ):
+            raise CorruptFile(path, f"its metadata has an impossible {name} = {value}")
     return kind(**values)
