@@ -333,7 +333,7 @@ def test_classes_a_dataset_only_names_are_not_learned(monkeypatch: pytest.Monkey
     classifier = ContinualClassifier(method="ncm")
     assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
     named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
-    monkeypatch.setattr(resolve, "_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
+    monkeypatch.setattr(resolve, "_open_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
     found = labelled("anything")
     assert found.names == ("c",)
     assert found.split.labels.tolist() == [0] * 4

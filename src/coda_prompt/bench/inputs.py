@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from coda_prompt.bench.config import Benchmark
-from coda_prompt.data import hf_datasets, shards
-from coda_prompt.data.folders import folder_source
-from coda_prompt.data.paper import PAPER_DATASETS, paper_source
-from coda_prompt.data.pocket import STRENGTH, pocket_source
+from coda_prompt.data.resolve import open_source
 from coda_prompt.data.sources import Source
 from coda_prompt.data.stream import Stream, make_stream
-from coda_prompt.errors import MissingData, UnknownName
+from coda_prompt.errors import MissingData
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 
 
@@ -35,7 +30,12 @@ class InputCache:
 
 def load_source(benchmark: Benchmark) -> Source:
     """Open the benchmark's data and check its number of classes."""
-    source = _find_source(benchmark)
+    source = open_source(
+        benchmark.source,
+        data=benchmark.data,
+        lists=benchmark.lists,
+        strength=benchmark.strength,
+    )
     if benchmark.classes not in (None, len(source.class_names)):
         raise MissingData(
             benchmark.source,
@@ -45,22 +45,6 @@ def load_source(benchmark: Benchmark) -> Source:
             f"classes={len(source.class_names)}.",
         )
     return source
-
-
-def _find_source(benchmark: Benchmark) -> Source:
-    name = benchmark.source
-    if name == "pocket":
-        strength = STRENGTH if benchmark.strength is None else benchmark.strength
-        return pocket_source(strength)
-    if name in PAPER_DATASETS:
-        return paper_source(name, benchmark.data, benchmark.lists)
-    if name.startswith(hf_datasets.PREFIX):
-        return hf_datasets.hub_source(name.removeprefix(hf_datasets.PREFIX))
-    if name.startswith(shards.PREFIX):
-        return shards.shard_source(name.removeprefix(shards.PREFIX))
-    if Path(name).name == name and not Path(name).exists():
-        raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
-    return folder_source(name)
 
 
 def load_stream(benchmark: Benchmark, source: Source, seed: int) -> Stream:

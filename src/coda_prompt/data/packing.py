@@ -18,7 +18,8 @@ from rich.progress import TimeRemainingColumn
 
 from coda_prompt.console import ProgressBar, stderr_console
 from coda_prompt.data.folders import folder_source
-from coda_prompt.data.hf_datasets import PREFIX, StreamedHubSplit, stream_hub_splits
+from coda_prompt.data.hf_datasets import StreamedHubSplit, stream_hub_splits
+from coda_prompt.data.resolve import parse_name
 from coda_prompt.data.shard_index import PACKING_STATE
 from coda_prompt.data.shards import CLASSES_FILE, SPLITS, parse_class_list
 from coda_prompt.data.sources import FileSplit
@@ -56,7 +57,8 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
         BadOption: `out` is not empty.
         MissingData: the data cannot be read, or a split has no images.
     """
-    names, splits = _open_hub(data) if data.startswith(PREFIX) else _open_folder(data)
+    kind, location = parse_name(data)
+    names, splits = _open_hub(location) if kind == "hub" else _open_folder(data)
     class_list = "".join(f"{name}\n" for name in names).encode()
     if parse_class_list(class_list) != tuple(names):
         problem = f"a class has a name that cannot be written to {CLASSES_FILE}"
@@ -109,8 +111,8 @@ def _open_folder(data: str) -> tuple[Sequence[str], dict[str, InputSplit]]:
     return source.class_names, {"train": make_split(source.train), "test": make_split(source.test)}
 
 
-def _open_hub(data: str) -> tuple[Sequence[str], dict[str, InputSplit]]:
-    names, streams = stream_hub_splits(data.removeprefix(PREFIX))
+def _open_hub(name: str) -> tuple[Sequence[str], dict[str, InputSplit]]:
+    names, streams = stream_hub_splits(name)
 
     def make_split(stream: StreamedHubSplit) -> InputSplit:
         def examples(first: int) -> Iterator[Example]:

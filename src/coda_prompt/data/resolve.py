@@ -1,4 +1,8 @@
-"""What people hand over as images: folders, paths, PIL images, arrays, datasets."""
+"""Resolve what a user names into images: names and prefixes, folders, paths, PIL images, arrays,
+datasets.
+
+`open_source` opens train and test images by name; `labelled` and `unlabelled` also take objects.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +24,7 @@ from torch.utils.data import Subset
 from coda_prompt.data import hf_datasets, shards
 from coda_prompt.data.folders import (
     class_folders,
+    folder_source,
     images_below,
     images_by_class,
     is_valid_class_name,
@@ -27,15 +32,17 @@ from coda_prompt.data.folders import (
 )
 from coda_prompt.data.hf_datasets import HubSplit
 from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
+from coda_prompt.data.paper import PAPER_DATASETS, paper_source
+from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.shards import ShardSplit
-from coda_prompt.data.sources import ArraySplit, FileSplit, Integers
-from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
+from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Source
+from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData, UnknownName
 
 Paths = str | os.PathLike[str]
 
 
 class MemorySplit:
-    """Images that are in memory, or that a dataset gives one by one."""
+    """Images in memory, or items of a dataset that are decoded when needed."""
 
     domains: Integers | None = None
 
@@ -46,14 +53,15 @@ class MemorySplit:
         return len(self.labels)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
-        held = self.images[index]
-        return as_image(held[0] if isinstance(held, tuple | list) else held)
+        item = self.images[index]
+        return as_image(item[0] if isinstance(item, tuple | list) else item)
 
-    def only(self, places: Sequence[int]) -> MemorySplit:
-        chosen = self.images if len(places) == len(self) else Subset(self.images, places)
-        return MemorySplit(chosen, self.labels[np.asarray(places, np.int64)])
+    def subset(self, indices: Sequence[int]) -> MemorySplit:
+        images = self.images if len(indices) == len(self) else Subset(self.images, indices)
+        return MemorySplit(images, self.labels[np.asarray(indices, np.int64)])
 
     def fingerprint(self) -> str:
+        """Return a hash of all pixels and labels."""
         digest = hashlib.sha256(self.labels.tobytes())
         for index in range(len(self)):
             image = self.image(index)
@@ -70,62 +78,125 @@ class Labelled:
     bad: tuple[BadImage, ...] = ()
     """Images that cannot be read and were left out."""
     remarks: tuple[str, ...] = ()
-    """What else was left out, and why."""
+    """Other things that were left out, and why."""
 
     def counts(self) -> dict[str, int]:
-        counted = np.bincount(self.split.labels, minlength=len(self.names))
-        return {name: int(count) for name, count in zip(self.names, counted, strict=True)}
+        """Return the number of images of each class."""
+        counts = np.bincount(self.split.labels, minlength=len(self.names))
+        return {name: int(count) for name, count in zip(self.names, counts, strict=True)}
+
+
+Kind = Literal["pocket", "paper", "hub", "shards", "folder"]
+
+
+def parse_name(name: str) -> tuple[Kind, str]:
+    """Return what kind of data a name stands for, and the name without its prefix."""
+    if name == "pocket":
+        return "pocket", name
+    if name in PAPER_DATASETS:
+        return "paper", name
+    if name.startswith(hf_datasets.PREFIX):
+        return "hub", name.removeprefix(hf_datasets.PREFIX)
+    if name.startswith(shards.PREFIX):
+        return "shards", name.removeprefix(shards.PREFIX)
+    return "folder", name
+
+
+def open_source(
+    name: str,
+    *,
+    data: Path | None = None,
+    lists: Path | None = None,
+    strength: float | None = None,
+) -> Source:
+    """Open the train and test images that a name stands for.
+
+    Args:
+        name: `pocket`, a dataset of the paper, `hub:owner/name`, `shards:` and a path or remote
+            path, or a folder.
+        data: The folder with the datasets of the paper.
+        lists: The folder with the lists of a dataset of the paper, if they are not beside it.
+        strength: How much the renditions of `pocket` differ. Default: as in the benchmark.
+
+    Raises:
+        MissingData: The data are not there or incomplete.
+        UnknownName: There is neither a dataset nor a folder of this name.
+    """
+    kind, location = parse_name(name)
+    if kind == "pocket":
+        return pocket_source(STRENGTH if strength is None else strength)
+    if kind == "paper":
+        return paper_source(name, data, lists)
+    if kind == "hub":
+        return hf_datasets.hub_source(location)
+    if kind == "shards":
+        return shards.shard_source(location)
+    if Path(name).name == name and not Path(name).exists():
+        raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
+    return folder_source(name)
 
 
 def labelled(
     data: Any, labels: Any = None, *, part: str = "train", skip_bad: bool = False
 ) -> Labelled:
-    """Images to learn or to test on. Every file is decoded once before anything begins.
+    """Open images to learn or to evaluate. Image files are decoded once to find unreadable ones.
 
-    `part` is which part of a dataset of the hub is meant by its name.
+    Args:
+        data: A folder of class folders, `hub:owner/name`, `shards:` and a path or remote path, a
+            dataset of (image, label) pairs, or what `labelled` returned. Together with `labels`:
+            paths, PIL images or arrays.
+        labels: Class names, one for each image.
+        part: The split of a hub dataset or of shards.
+        skip_bad: Leave out images that cannot be read instead of failing.
+
+    Raises:
+        BadImages: Images that cannot be read, without `skip_bad`.
+        BadOption: The data or labels cannot be used.
+        MissingData: The data are not there.
     """
     if isinstance(data, Labelled):
         return data
-    found = _labelled(data, labels, part, skip_bad)
-    present = np.unique(found.split.labels)
+    images = _open_labelled(data, labels, part, skip_bad)
+    present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")
-    if len(present) < len(found.names):  # classes a dataset only knows by name
-        found.split.labels = np.searchsorted(present, found.split.labels)
-        found = replace(found, names=tuple(found.names[row] for row in present))
-    return found
+    if len(present) < len(images.names):  # a dataset may name classes without images
+        images.split.labels = np.searchsorted(present, images.split.labels)
+        images = replace(images, names=tuple(images.names[row] for row in present))
+    return images
 
 
-def _labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
-    if isinstance(data, str | os.PathLike) and labels is not None:
-        raise BadOption("the images", "labels", "a folder names its classes itself; leave them out")
-    if isinstance(data, str) and data.startswith(hf_datasets.PREFIX):
-        return Labelled(*hf_datasets.open_hub_split(data.removeprefix(hf_datasets.PREFIX), part))
-    if isinstance(data, str) and data.startswith(shards.PREFIX):
-        return Labelled(*shards.open_shard_split(data.removeprefix(shards.PREFIX), part))
+def _open_labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
     if isinstance(data, str | os.PathLike):
-        return _folder(Path(data), skip_bad)
+        if labels is not None:
+            problem = "a folder names its classes itself; leave them out"
+            raise BadOption("the images", "labels", problem)
+        kind, location = parse_name(os.fspath(data))
+        if kind == "hub":
+            return Labelled(*hf_datasets.open_hub_split(location, part))
+        if kind == "shards":
+            return Labelled(*shards.open_shard_split(location, part))
+        return _open_folder(Path(data), skip_bad)
     if labels is None:
-        return _dataset(data, skip_bad)
+        return _open_dataset(data, skip_bad)
     split = unlabelled(data)
-    named = [str(label) for label in _checked_labels(labels)]
-    if len(named) != len(split):
-        raise BadOption("the images", "labels", f"{len(named)} labels for {len(split)} images")
-    names, rows = _numbered(named)
+    names, rows = _number([str(label) for label in _check_labels(labels)])
+    if len(rows) != len(split):
+        raise BadOption("the images", "labels", f"{len(rows)} labels for {len(split)} images")
     if isinstance(split, FileSplit):
-        return _readable(split.paths, rows, names, skip_bad)
+        return _check_files(split.paths, rows, names, skip_bad)
     split.labels = rows
     if isinstance(split, MemorySplit):
-        return _decodable(split, names, skip_bad)
+        return _check_items(split, names, skip_bad)
     return Labelled(split, names)
 
 
 def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
-    """Images without classes: one or many paths, PIL images, arrays or tensors.
+    """Open images without labels: one or many paths, PIL images, arrays or tensors.
 
     One image is an array of H x W or H x W x 3, or a tensor of H x W or C x H x W.
     """
-    if isinstance(data, Image.Image) or _is_one(data):
+    if isinstance(data, Image.Image) or _is_one_image(data):
         data = [data]
     if isinstance(data, str | os.PathLike):
         data = image_paths([data])
@@ -133,13 +204,13 @@ def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
     if grey_or_rgb and data.dtype == np.uint8:
         return ArraySplit(data, np.zeros(len(data), np.int64))
     data = list(data)
-    nothing = np.zeros(len(data), np.int64)
+    no_labels = np.zeros(len(data), np.int64)
     if data and all(isinstance(item, str | os.PathLike) for item in data):
-        return FileSplit(data, nothing)
-    return MemorySplit(data, nothing)
+        return FileSplit(data, no_labels)
+    return MemorySplit(data, no_labels)
 
 
-def _is_one(data: Any) -> bool:
+def _is_one_image(data: Any) -> bool:
     if isinstance(data, torch.Tensor):
         return data.dim() == 2 or (data.dim() == 3 and data.shape[0] in (1, 3, 4))
     if isinstance(data, np.ndarray):
@@ -147,33 +218,33 @@ def _is_one(data: Any) -> bool:
     return False
 
 
-def image_paths(places: Iterable[Paths]) -> list[str]:
-    """Files, the images in and below folders, and what patterns like `*.png` stand for.
+def image_paths(names: Iterable[Paths]) -> list[str]:
+    """Expand files, folders and glob patterns like `*.png` to the paths of images.
 
-    A name that stands for nothing stays, to be told with the files that cannot be read.
+    A name that matches nothing is returned as it is, to be reported with the unreadable files.
     """
     paths: list[str] = []
-    for place in places:
-        root = Path(place).expanduser()
-        there = root.exists() or root.is_symlink()
-        matches = [str(root)] if there else sorted(glob.glob(str(root), recursive=True))
+    for name in names:
+        root = Path(name).expanduser()
+        exists = root.exists() or root.is_symlink()
+        matches = [str(root)] if exists else sorted(glob.glob(str(root), recursive=True))
         for match in matches or [str(root)]:
             if not os.path.isdir(match):
                 paths.append(match)
-            elif found := images_below(Path(match)):
-                paths += found
-            elif there:
+            elif images := images_below(Path(match)):
+                paths += images
+            elif exists:
                 raise MissingData(root, "there is no image in it", "Name files or folders.")
     return paths
 
 
 def as_image(value: Any) -> Image.Image:
-    """A PIL image from what a list or a dataset holds."""
+    """Return an item of a list or dataset as a PIL image."""
     if isinstance(value, Image.Image):
         if not (value.width and value.height):
-            raise BadOption("an image", "shape", "it has no pixel")
+            raise BadOption("an image", "shape", "it has no pixels")
         if value.mode not in SUPPORTED_MODES:
-            raise BadOption("an image", "mode", f"'{value.mode}' cannot be turned into RGB")
+            raise BadOption("an image", "mode", f"'{value.mode}' cannot be converted to RGB")
         return apply_exif_orientation(value.copy())
     if isinstance(value, str | os.PathLike):
         return open_image(value)
@@ -186,144 +257,145 @@ def as_image(value: Any) -> Image.Image:
         array = array[:, :, 0]
     if np.issubdtype(array.dtype, np.floating) and array.size and np.isfinite(array).all():
         if array.min() < 0 or array.max() > 1:
-            raise BadOption("an image", "values", "floating-point pixels have to be in [0, 1]")
+            raise BadOption("an image", "values", "floating-point pixels must be in [0, 1]")
         array = np.rint(array * 255).astype(np.uint8)
-    shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not shaped or not array.size:
-        raise BadOption(
-            "an image", "shape", f"cannot take {array.dtype} of shape {array.shape} for an image"
-        )
+    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if array.dtype != np.uint8 or not is_image or not array.size:
+        problem = f"{array.dtype} of shape {array.shape} is not an image"
+        raise BadOption("an image", "shape", problem)
     return Image.fromarray(array)
 
 
-def _folder(root: Path, skip_bad: bool) -> Labelled:
+def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     root = root.expanduser()
     if not root.is_dir():
         problem = "this is not a folder" if root.exists() else "there is no such folder"
-        raise MissingData(root, problem, "Point at a folder with one folder of images per class.")
-    folders, loose = class_folders(root)
-    if folders.keys() and folders.keys() <= {"train", "test", "val", "valid", "validation"}:
+        raise MissingData(root, problem, "Name a folder with one folder of images per class.")
+    folders, loose_images = class_folders(root)
+    if folders and folders.keys() <= {"train", "test", "val", "valid", "validation"}:
         training = root / ("train" if "train" in folders else next(iter(folders)))
         raise MissingData(
             root,
-            f"it holds {', '.join(folders)}, which are parts of a dataset and no classes",
-            f"Point at the one to learn from: {training}.",
+            f"it contains {', '.join(folders)}, which are splits of a dataset and not classes",
+            f"Name the one to learn from: {training}.",
         )
-    files = images_by_class(root, lenient=True)  # what is wrong is told together
+    files = images_by_class(root, lenient=True)  # all problems are reported together below
     empty = [name for name, paths in files.items() if not paths]
     if empty and not skip_bad:
-        remedy = "Put images in it, remove the folder, or pass --skip-bad (skip_bad=True)."
+        remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)."
         raise MissingData(root / empty[0], f"class '{empty[0]}' has no image", remedy)
     rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
     paths = tuple(path for group in files.values() for path in group)
-    found = _readable(paths, rows, tuple(files), skip_bad)
-    remarks = list(found.remarks)
-    if loose:
-        remarks.append(f"{loose} images beside the class folders are left out: they have no class")
+    images = _check_files(paths, rows, tuple(files), skip_bad)
+    remarks = list(images.remarks)
+    if loose_images:
+        remarks.append(f"{loose_images} images beside the class folders are left out: no class")
     if others := other_files(root):
         kinds = ", ".join(f"{count} with {ending}" for ending, count in others.most_common(5))
-        remarks.append(f"files that are no images by their names are left out ({kinds})")
-    return replace(found, remarks=tuple(remarks))
+        remarks.append(f"files without the extension of an image are left out ({kinds})")
+    return replace(images, remarks=tuple(remarks))
 
 
-def _readable(
+def _check_files(
     paths: Sequence[str], rows: Integers, names: tuple[str, ...], skip_bad: bool
 ) -> Labelled:
-    """All files that cannot be read are told together, or left out where that is wanted."""
+    """Decode every file once, to report or leave out all unreadable ones together."""
     with ThreadPoolExecutor() as pool:
-        problems = list(pool.map(_problem, paths))
-    good, bad, remarks = _sorted_out(problems, rows, names, skip_bad)
-    return Labelled(FileSplit([paths[place] for place in good], rows[good]), names, bad, remarks)
+        problems = list(pool.map(_file_problem, paths))
+    good, bad, remarks = _leave_out(problems, rows, names, skip_bad)
+    return Labelled(FileSplit([paths[index] for index in good], rows[good]), names, bad, remarks)
 
 
-def _decodable(split: MemorySplit, names: tuple[str, ...], skip_bad: bool) -> Labelled:
-    """As `_readable`, for what a list or a dataset holds."""
-
-    def problem(place: int) -> BadImage | None:
-        try:
-            split.image(place).load()
-        except BadImage as found:
-            return found
-        except BadOption:
-            raise  # the caller's mistake, the same for all images
-        except Exception as found:  # noqa: BLE001 (a decoder, or a dataset of others, may raise anything)
-            return BadImage(f"image {place}", " ".join(str(found).split()).rstrip("."))
-        return None
-
-    problems = [problem(place) for place in range(len(split))]
-    good, bad, remarks = _sorted_out(problems, split.labels, names, skip_bad)
-    return Labelled(split.only(good), names, bad, remarks)
-
-
-def _sorted_out(
-    problems: Sequence[BadImage | None], rows: Integers, names: tuple[str, ...], skip_bad: bool
-) -> tuple[list[int], tuple[BadImage, ...], tuple[str, ...]]:
-    """Places of good images, the bad ones, and a word on classes that have none left."""
-    bad = tuple(problem for problem in problems if problem is not None)
-    if bad and not skip_bad:
-        raise BadImages(bad)
-    good = [place for place, problem in enumerate(problems) if problem is None]
-    present = {int(rows[place]) for place in good}
-    empty = [name for row, name in enumerate(names) if row not in present]
-    if bad and not good:
-        raise BadImages(bad)
-    remarks = tuple(f"class '{name}' has no image that can be read: left out" for name in empty)
-    return good, bad, remarks
-
-
-def _problem(path: str) -> BadImage | None:
+def _file_problem(path: str) -> BadImage | None:
     try:
         open_image(path)
-    except BadImage as problem:
-        return problem
+    except BadImage as error:
+        return error
     return None
 
 
-def _dataset(data: Any, skip_bad: bool) -> Labelled:
-    """Anything with a length that gives (image, label) pairs, or a dataset of the hub's package."""
+def _check_items(split: MemorySplit, names: tuple[str, ...], skip_bad: bool) -> Labelled:
+    """Decode every item of a list or dataset once, like `_check_files`."""
+
+    def item_problem(index: int) -> BadImage | None:
+        try:
+            split.image(index).load()
+        except BadImage as error:
+            return error
+        except BadOption:
+            raise  # a mistake of the caller that concerns all images
+        except Exception as error:  # noqa: BLE001 (decoders and datasets may raise anything)
+            return BadImage(f"image {index}", " ".join(str(error).split()).rstrip("."))
+        return None
+
+    problems = [item_problem(index) for index in range(len(split))]
+    good, bad, remarks = _leave_out(problems, split.labels, names, skip_bad)
+    return Labelled(split.subset(good), names, bad, remarks)
+
+
+def _leave_out(
+    problems: Sequence[BadImage | None], rows: Integers, names: tuple[str, ...], skip_bad: bool
+) -> tuple[list[int], tuple[BadImage, ...], tuple[str, ...]]:
+    """Return the indices of readable images, the others, and remarks on classes without any."""
+    bad = tuple(problem for problem in problems if problem is not None)
+    good = [index for index, problem in enumerate(problems) if problem is None]
+    if bad and not (skip_bad and good):
+        raise BadImages(bad)
+    present = {int(rows[index]) for index in good}
+    remarks = tuple(
+        f"class '{name}' has no image that can be read: left out"
+        for row, name in enumerate(names)
+        if row not in present
+    )
+    return good, bad, remarks
+
+
+def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
+    """Open a sequence of (image, label) pairs or a `datasets.Dataset`."""
     if hasattr(data, "features") and hasattr(data, "column_names"):
         return Labelled(*hf_datasets.split_from_rows("the dataset", data))
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise BadOption(
-            "the images", "data", f"cannot take {type(data).__name__} for labelled images"
-        )
+        problem = f"{type(data).__name__} cannot be used as labelled images"
+        raise BadOption("the images", "data", problem)
     if not len(data):
         raise BadOption("the images", "data", "there is none")
     first = None
-    with contextlib.suppress(BadImage):  # it is told with all others that cannot be read
+    with contextlib.suppress(BadImage):  # reported later, with all other unreadable images
         first = data[0]
     if isinstance(first, str | os.PathLike | Image.Image):
-        raise BadOption("the images", "labels", "paths and images do not say their class: give it")
+        raise BadOption("the images", "labels", "paths and images need labels: pass them")
     try:
         targets = getattr(data, "targets", None)
-        found = [data[index][1] for index in range(len(data))] if targets is None else targets
+        if targets is None:
+            targets = [data[index][1] for index in range(len(data))]
     except (TypeError, IndexError, KeyError) as error:
-        raise BadOption(
-            "the images", "data", "without labels it has to give pairs of an image and its class"
-        ) from error
-    known, inner = getattr(data, "classes", None), data
-    while known is None and hasattr(inner, "dataset"):  # a part of another dataset
+        problem = "without labels, it must contain pairs of an image and its class"
+        raise BadOption("the images", "data", problem) from error
+    class_names, inner = getattr(data, "classes", None), data
+    while class_names is None and hasattr(inner, "dataset"):  # a subset of another dataset
         inner = inner.dataset
-        known = getattr(inner, "classes", None)
-    labels = _checked_labels(found)
-    names, rows = _numbered(
-        [str(known[label]) if known and isinstance(label, int) else str(label) for label in labels]
+        class_names = getattr(inner, "classes", None)
+    names, rows = _number(
+        [
+            str(class_names[label]) if class_names and isinstance(label, int) else str(label)
+            for label in _check_labels(targets)
+        ]
     )
-    return _decodable(MemorySplit(data, rows), names, skip_bad)
+    return _check_items(MemorySplit(data, rows), names, skip_bad)
 
 
-def _numbered(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:
-    """The names without repetition, and where each stands among them."""
-    order = {name: place for place, name in enumerate(dict.fromkeys(names))}
-    return tuple(order), np.array([order[name] for name in names], np.int64)
+def _number(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:
+    """Return the distinct names in order, and the position of each name among them."""
+    rows = {name: row for row, name in enumerate(dict.fromkeys(names))}
+    return tuple(rows), np.array([rows[name] for name in names], np.int64)
 
 
-def _checked_labels(labels: Any) -> list[str | int]:
+def _check_labels(labels: Any) -> list[str | int]:
     values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
     values = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
     if not all(isinstance(value, str | int) for value in values):
-        raise BadOption("the images", "labels", "classes are named by strings or whole numbers")
+        raise BadOption("the images", "labels", "class names are strings or integers")
     for value in values:
         if isinstance(value, str) and not is_valid_class_name(value):
-            raise BadOption("the images", "labels", f"{value!r} cannot be the name of a class")
+            raise BadOption("the images", "labels", f"{value!r} is not a valid class name")
     return values
