@@ -1,4 +1,4 @@
-"""`coda bench`: presets, overrides, run folders, tables, on a tiny benchmark of its own."""
+"""`coda bench` on a tiny benchmark: presets, overrides, run folders and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coda_prompt.errors import BadOption, CodaError, MissingData, RunConfigChang
 from coda_prompt.methods import METHODS
 
 
-def test_json_has_one_row_a_method_and_nothing_else(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
+def test_json_output_has_one_row_per_method_only(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
     rows = {row["method"]: row for row in tiny_runs[1]["rows"]}
     assert list(rows) == ["coda-p", "ncm", "upper-bound"]
     for row in rows.values():
@@ -75,7 +75,7 @@ def test_trials_have_the_same_class_order_for_every_method(
         assert orders["coda-p", seed] == orders["ncm", seed] == orders["upper-bound", seed]
 
 
-def test_finished_runs_are_not_run_again_and_missing_ones_are(
+def test_only_unfinished_runs_are_executed_again(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]]
 ) -> None:
     out, printed = tiny_runs
@@ -90,7 +90,7 @@ def test_finished_runs_are_not_run_again_and_missing_ones_are(
     assert all(now["A_N"] == then["A_N"] for now, then in rows)
 
 
-def test_another_configuration_in_the_same_folder_is_refused_with_the_difference(
+def test_changed_configuration_in_the_same_folder_is_refused_with_a_diff(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]]
 ) -> None:
     changed = coda("bench", str(tiny), "--out", str(tiny_runs[0]), "--set", "training.epochs=2")
@@ -99,7 +99,9 @@ def test_another_configuration_in_the_same_folder_is_refused_with_the_difference
     assert "Traceback" not in changed.stderr
 
 
-def test_the_table_and_pictures(tiny: Path, tiny_runs: tuple[Path, dict[str, Any]]) -> None:
+def test_bench_prints_a_table_and_writes_plots(
+    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]]
+) -> None:
     shown = coda("bench", str(tiny), "--out", str(tiny_runs[0]), "--methods", "coda-p,ncm")
     assert "coda-p" in shown.stdout
     assert "A_N" in shown.stdout
@@ -109,7 +111,7 @@ def test_the_table_and_pictures(tiny: Path, tiny_runs: tuple[Path, dict[str, Any
         assert name in shown.stderr
 
 
-def test_a_dry_run_resolves_everything_without_data() -> None:
+def test_dry_run_resolves_runs_without_reading_data() -> None:
     shown = coda("bench", "pocket", "--dry-run", "--set", "source=/nowhere", "--trials", "1")
     runs = json.loads(shown.stdout)["runs"]
     assert [run["method"] for run in runs] == ["coda-p", "dualprompt", "ft++", "ncm"]
@@ -128,7 +130,7 @@ def test_pocket_has_four_presets_with_every_method() -> None:
         assert set(load_benchmark(name).methods) == set(METHODS)
 
 
-def test_a_preset_is_overridden_by_the_command_line() -> None:
+def test_command_line_overrides_a_preset() -> None:
     texts = ["training.epochs=3", "methods.coda-p.options.length=6", "trials=1"]
     benchmark = load_benchmark("pocket", texts)
     assert benchmark.method_training("ft", 0).epochs == 3
@@ -137,7 +139,7 @@ def test_a_preset_is_overridden_by_the_command_line() -> None:
     assert [run.config["training"]["epochs"] for run in runs] == [3]
 
 
-def test_validation_tests_on_training_images(tiny: Path, tmp_path: Path) -> None:
+def test_validation_evaluates_on_training_images(tiny: Path, tmp_path: Path) -> None:
     shown = coda(
         "bench", str(tiny), "--validation", "--methods", "ncm", "--trials", "1",
         "--json", "--out", str(tmp_path),
@@ -163,7 +165,7 @@ def test_validation_tests_on_training_images(tiny: Path, tmp_path: Path) -> None
         (["trials=[1"], BadOption, "is not a value"),
     ],
 )
-def test_a_wrong_override_is_named(
+def test_invalid_override_raises_an_error_that_names_it(
     overrides: list[str], kind: type[CodaError], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -181,7 +183,7 @@ def test_a_wrong_override_is_named(
         (("bench", "pocket", "--methods", "ncm", "--set", "backbone=poket"), "Did you mean"),
     ],
 )
-def test_a_mistake_ends_in_one_message_and_exit_code_2(
+def test_user_errors_print_one_message_and_exit_with_2(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     finished = coda(*arguments, cwd=tmp_path)
@@ -191,20 +193,20 @@ def test_a_mistake_ends_in_one_message_and_exit_code_2(
     assert finished.stdout == ""
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+def test_report_of_a_folder_without_runs_raises(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match="contains no finished run"):
         report.read_runs(tmp_path)
 
 
-def test_a_changed_run_names_every_difference() -> None:
+def test_run_config_changed_lists_every_difference() -> None:
     error = RunConfigChanged("runs/a", ["training.epochs: 1 -> 2"])
     assert "training.epochs: 1 -> 2" in str(error)
 
 
-def test_runs_in_parallel_give_the_same_numbers(
+def test_parallel_runs_give_the_same_numbers(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Threads are shared out, so that the last bits may differ, but no image changes sides."""
+    """Each run has fewer threads, so the last bits may differ, but no prediction changes."""
     out = str(tmp_path)
     finished = coda("bench", str(tiny), "--jobs", "2", "--json", "--out", out)
     assert finished.returncode == 0, finished.stderr
@@ -212,7 +214,7 @@ def test_runs_in_parallel_give_the_same_numbers(
     assert all(now["A_N"] == then["A_N"] for now, then in rows)
 
 
-def test_a_mistake_in_a_parallel_run_ends_in_one_message(tiny: Path, tmp_path: Path) -> None:
+def test_error_in_a_parallel_run_prints_one_message(tiny: Path, tmp_path: Path) -> None:
     broken = tmp_path / "data"
     shutil.copytree(tiny.parent / "data", broken)
     (broken / "train" / "c" / "0.png").write_bytes(b"no image")
@@ -226,7 +228,7 @@ def test_a_mistake_in_a_parallel_run_ends_in_one_message(tiny: Path, tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_do_not_outlive_a_killed_bench(tiny: Path, tmp_path: Path) -> None:
+def test_workers_exit_when_bench_is_killed(tiny: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-c", "from coda_prompt.cli import main; main()", "bench", str(tiny),
         "--jobs", "2", "--methods", "coda-p,upper-bound", "--set", "training.epochs=5000",
@@ -255,8 +257,8 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def test_training_on_the_command_line_is_for_every_method(tiny: Path) -> None:
-    """Also for one with a value of its own in the file; what is said of one method goes before."""
+def test_training_override_applies_to_every_method(tiny: Path) -> None:
+    """It overrides values of a method in the file; an override of that method takes precedence."""
     asked = ["training.learning_rate=0.5", "training.epochs=3"]
     benchmark = load_benchmark(str(tiny), asked)
     rates = {name: benchmark.method_training(name, 0).learning_rate for name in benchmark.methods}
@@ -267,7 +269,7 @@ def test_training_on_the_command_line_is_for_every_method(tiny: Path) -> None:
         assert (training.learning_rate, training.epochs) == (0.25, 3)
 
 
-def test_an_empty_list_of_methods_is_a_mistake(tiny: Path, tmp_path: Path) -> None:
+def test_empty_list_of_methods_is_refused(tiny: Path, tmp_path: Path) -> None:
     finished = coda("bench", str(tiny), "--methods", "", "--out", str(tmp_path))
     assert finished.returncode == 2
     assert "names no method" in finished.stderr

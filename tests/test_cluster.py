@@ -1,4 +1,4 @@
-"""Many trainings, on a Ray cluster or kept behind an address, change no number."""
+"""Runs on a Ray cluster or at a remote path give the same numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_ray_cluster_gives_the_same_report_though_a_worker_is_killed(
+def test_ray_cluster_gives_the_same_report_after_a_worker_is_killed(
     tiny: Path, plain: Path, tmp_path: Path
 ) -> None:
     command = [*PLAIN, "bench", *micro(tiny, tmp_path), *MORE, "--executor", "ray"]
@@ -44,8 +44,8 @@ def test_a_ray_cluster_gives_the_same_report_though_a_worker_is_killed(
         worker = int(owner.read_text())
         assert worker != process.pid
         os.kill(worker, signal.SIGKILL)
-        _, told = process.communicate(timeout=150)
-        assert process.returncode == 0, told
+        _, stderr = process.communicate(timeout=150)
+        assert process.returncode == 0, stderr
     assert comparable(tmp_path) == comparable(plain)
     assert report(tmp_path) == report(plain)
 
@@ -58,27 +58,27 @@ signal.pause()
 """
 
 
-def test_a_running_cluster_is_joined_and_its_runs_are_stopped_and_gone_on_with(
+def test_runs_on_a_running_cluster_are_interrupted_and_resumed(
     tiny: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One CPU for four runs, which all ask whether to stop: no two of them share it."""
+    """Four runs on one CPU, all polling for a shutdown, never run at the same time."""
     monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "token")
     monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_TOKEN", secrets.token_hex(32))
     with started(sys.executable, "-c", CLUSTER) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()
-        given = (*MORE, "--executor", "ray", "--address", address)
-        command = [*PLAIN, "bench", *micro(tiny, tmp_path), *given]
+        options = (*MORE, "--executor", "ray", "--address", address)
+        command = [*PLAIN, "bench", *micro(tiny, tmp_path), *options]
         with started(*command) as process:
             wait_for_checkpoint(tmp_path, process)
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
-            assert process.returncode == 130, told
+            _, stderr = process.communicate(timeout=60)
+            assert process.returncode == 130, stderr
         done = set(tmp_path.rglob("result.json"))
         assert list(tmp_path.rglob("checkpoint-*"))
         finished = run(*command)
         assert finished.returncode == 0, finished.stderr
-        assert cluster.poll() is None, "it was there before and stays"
+        assert cluster.poll() is None, "the command must not stop a cluster it did not start"
     assert comparable(tmp_path) == comparable(plain)
     ends = [
         (result.with_name("environment.json").stat().st_mtime, result.stat().st_mtime)
@@ -100,7 +100,7 @@ def report(runs: Path) -> dict[str, Any]:
     return parts
 
 
-def test_without_ray_its_extra_is_named(tiny: Path, tmp_path: Path) -> None:
+def test_missing_ray_names_the_extra_to_install(tiny: Path, tmp_path: Path) -> None:
     program = "import sys; sys.modules['ray'] = None; from coda_prompt.cli import main; main()"
     arguments = ["bench", *micro(tiny, tmp_path), "--executor", "ray"]
     finished = run(sys.executable, "-c", program, *arguments)
@@ -108,10 +108,10 @@ def test_without_ray_its_extra_is_named(tiny: Path, tmp_path: Path) -> None:
     assert "coda-prompt[ray]" in finished.stderr
 
 
-def test_runs_behind_an_address(
+def test_run_at_a_remote_path_resumes_after_the_local_copy_is_lost(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Kept there with every checkpoint: lost here in the midst, a run goes on from there."""
+    """Every checkpoint is uploaded, so a run whose local copy is lost resumes from there."""
     there, cache = tmp_path / "there", tmp_path / "cache"
     register = (
         "import fsspec, sys; from fsspec.implementations.dirfs import DirFileSystem as Dir;"
@@ -160,7 +160,7 @@ def test_runs_behind_an_address(
         (("--out", "no-such-protocol://x"), "not a URL that can be used"),
     ],
 )
-def test_what_cannot_be_asked_for(
+def test_invalid_combinations_of_options_are_refused(
     more: tuple[str, ...], words: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):

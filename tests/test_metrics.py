@@ -1,4 +1,4 @@
-"""Metrics on matrices worked out by hand."""
+"""Metrics compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_forgetting_of_the_released_code_is_the_mean_drop_from_task_to_task() ->
     assert metrics.forgetting_paper(R) == pytest.approx((second + third) / 2)
 
 
-def test_forgetting_by_chaudhry_is_the_drop_from_the_best() -> None:
+def test_max_forgetting_is_the_drop_from_the_best_accuracy() -> None:
     assert metrics.forgetting_per_task(R) == pytest.approx([0.9 - 0.7, 0.8 - 0.5])
     assert metrics.forgetting_max(R) == pytest.approx((0.2 + 0.3) / 2)
 
 
-def test_what_got_better_counts_as_negative_forgetting() -> None:
+def test_improvement_counts_as_negative_forgetting() -> None:
     better = [[0.5, NAN], [0.7, 0.9]]
     assert metrics.forgetting_max(better) == pytest.approx(-0.2)
     assert metrics.forgetting_paper(better) == pytest.approx(-0.2)
@@ -51,12 +51,12 @@ def test_a_task_without_test_images_has_no_weight() -> None:
     assert metrics.weighted_accuracy([[0.5, NAN], [0.5, NAN]], [10, 0]) == 0.5
 
 
-def test_one_task_has_nothing_to_forget() -> None:
+def test_forgetting_of_one_task_is_zero() -> None:
     assert metrics.forgetting_paper([[0.5]]) == 0
     assert metrics.forgetting_max([[0.5]]) == 0
 
 
-def test_an_upper_bound_has_a_last_row_only() -> None:
+def test_upper_bound_has_only_a_last_row() -> None:
     matrix = np.full((3, 3), NAN)
     matrix[2] = [0.5, 0.6, 0.7]
     assert metrics.average_accuracy(matrix) == pytest.approx(0.6)
@@ -65,12 +65,12 @@ def test_an_upper_bound_has_a_last_row_only() -> None:
     assert math.isnan(metrics.learning_accuracy(matrix))
 
 
-def test_what_is_not_square_is_refused() -> None:
+def test_matrix_that_is_not_square_raises() -> None:
     with pytest.raises(ValueError, match="square"):
         metrics.average_accuracy([[0.1, 0.2]])
 
 
-def test_deviation_over_trials_has_no_degree_of_freedom_taken() -> None:
+def test_deviation_over_trials_is_that_of_the_population() -> None:
     summary = metrics.summarise([1.0, 2.0, 3.0, 4.0])
     assert summary.mean == 2.5
     assert summary.std == pytest.approx(math.sqrt(1.25))
@@ -86,11 +86,11 @@ def test_deviation_over_trials_has_no_degree_of_freedom_taken() -> None:
         (30, 0.995, 2.750),
     ],
 )
-def test_students_quantiles(freedom: int, probability: float, quantile: float) -> None:
+def test_student_quantiles(freedom: int, probability: float, quantile: float) -> None:
     assert metrics.student_quantile(probability, freedom) == pytest.approx(quantile, abs=6e-4)
 
 
-def test_paired_differences_are_taken_seed_by_seed() -> None:
+def test_paired_differences_pair_values_by_seed() -> None:
     found = metrics.paired_difference([3.0, 5.0, 7.0], [1.0, 2.0, 3.0])
     assert found.mean == pytest.approx(3.0)
     reach = 4.302653 * 1.0 / math.sqrt(3)

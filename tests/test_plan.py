@@ -1,4 +1,4 @@
-"""The simulator behind docs/lab/scaling.md: its counts and its predictions."""
+"""tools/scale.py counts operations as the package does and predicts the measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import scale  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["ViT-B/16", "pocket"])
-def test_operations_are_those_counted(name: str) -> None:
+def test_estimated_operations_equal_counted_ones(name: str) -> None:
     net = scale.NETS["ViT-B/16"] if name == "ViT-B/16" else scale.pocket()
     vit = ViTConfig() if name == "ViT-B/16" else load_backbone("pocket").vit.config
     options = ("methods.coda-p.options.length=8", "methods.coda-p.options.components=50")
@@ -32,14 +32,14 @@ def test_operations_are_those_counted(name: str) -> None:
     assert whole == pytest.approx(counted.training, rel=0.05)
 
 
-def test_measured_points_are_predicted_within_a_quarter() -> None:
+def test_measured_points_are_predicted_within_25_percent() -> None:
     measured = json.loads((ROOT / "benchmarks" / "speed.json").read_text("utf-8"))
     points = list(scale.points(measured))
     assert len(points) >= 10
     assert [point for point in points if abs(point[1] / point[2] - 1) > 0.25] == []
 
 
-def test_the_tables_of_the_docs_are_those_it_makes() -> None:
+def test_docs_contain_the_printed_tables() -> None:
     page = (ROOT / "docs" / "lab" / "scaling.md").read_text("utf-8").splitlines()
     for more, least in ((), 40), (("--check",), 16):
         made = subprocess.run(

@@ -1,4 +1,4 @@
-"""`coda report` and `coda sweep`: every table and picture, from run folders alone."""
+"""`coda report` and `coda sweep`: tables and plots from run folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(
     return out
 
 
-def test_every_form_of_the_tables_says_the_same(written: Path) -> None:
+def test_all_table_formats_contain_the_same_numbers(written: Path) -> None:
     markdown = (written / "report.md").read_text()
     latex = (written / "report.tex").read_text()
     page = (written / "index.html").read_text()
@@ -64,7 +64,7 @@ def test_every_form_of_the_tables_says_the_same(written: Path) -> None:
     assert "%" not in re.sub(r"\\%", "", latex.split("\n", 1)[1].split("\\end{tabular}")[0])
 
 
-def test_every_picture_is_there_twice_and_inside_the_page(written: Path) -> None:
+def test_plots_are_written_as_png_and_svg_and_embedded_in_the_page(written: Path) -> None:
     folder = written / "pictures" / "tiny"
     for name in PICTURES:
         assert Image.open(folder / f"{name}.png").size[0] > 600
@@ -76,12 +76,12 @@ def test_every_picture_is_there_twice_and_inside_the_page(written: Path) -> None
     assert "https://" not in page, "the page opens from disk, without a network"
 
 
-def test_an_interrupted_bench_gives_the_same_report_but_for_times(
+def test_interrupted_bench_gives_the_same_report_except_times(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], written: Path, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
     shutil.copytree(tiny_runs[0] / "tiny", runs / "tiny")
-    for method, seed in (("coda-p", 1), ("ncm", 0)):  # as a kill between two runs leaves them
+    for method, seed in (("coda-p", 1), ("ncm", 0)):  # as after a kill between two runs
         (runs / "tiny" / method / f"trial-{seed}" / "result.json").unlink()
     assert coda("bench", str(tiny), "--out", str(runs), "--json").returncode == 0
     again = tmp_path / "report"
@@ -96,7 +96,7 @@ def test_an_interrupted_bench_gives_the_same_report_but_for_times(
 
 
 def _without_times(lines: list[str]) -> list[str]:
-    """Without seconds and memory, the last two columns of the table of costs."""
+    """Remove seconds and memory, the last two columns of the cost table."""
     separators = re.compile(r" [|&] ")
     return [
         " ".join(separators.split(line)[:-2]) if separators.findall(line)[6:] == [] else line
@@ -104,10 +104,10 @@ def _without_times(lines: list[str]) -> list[str]:
     ]
 
 
-def test_a_report_reads_nothing_but_run_folders(
+def test_report_reads_only_run_folders(
     tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Without the benchmark's file, data and weights; of a row or of a table alone."""
+    """It needs no benchmark file, data or weights, and accepts one table or row."""
     for part in ("tiny", "tiny/coda-p"):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tiny_runs[0] / part, tmp_path / "copy")
@@ -117,7 +117,7 @@ def test_a_report_reads_nothing_but_run_folders(
         assert "coda-p" in [row["method"] for row in rows]
 
 
-def test_a_saved_benchmark_runs_again_from_its_file_alone(
+def test_saved_benchmark_can_be_run_again(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     saved = tiny_runs[0] / "tiny" / "benchmark.json"
@@ -137,7 +137,7 @@ def test_a_saved_benchmark_runs_again_from_its_file_alone(
 
 @pytest.mark.parametrize("name", ["pocket", "imagenet-r-10", "cifar-100-10", "pocket-ablations"])
 @pytest.mark.parametrize("protocol", ["null", "paper", "release-2022"])
-def test_a_resolved_benchmark_is_the_same_benchmark(name: str, protocol: str) -> None:
+def test_resolved_benchmark_has_the_same_runs(name: str, protocol: str) -> None:
     benchmark = load_benchmark(name, [f"protocol={protocol}", "training.learning_rate=3e-5"])
     names = list(benchmark.methods)
     resolved = benchmark.resolved(names)
@@ -147,11 +147,11 @@ def test_a_resolved_benchmark_is_the_same_benchmark(name: str, protocol: str) ->
         assert run.config == same.config
 
 
-# -- beside the paper
+# -- comparison with the paper
 
 
 def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0.5) -> Path:
-    """A run folder of a paper's preset, its parameters and operations counted on meta."""
+    """Write a run folder of a preset of the paper, counting parameters on the meta device."""
     benchmark = load_benchmark(benchmark_name)
     (run, *_) = runs_of(benchmark, [row], tmp_path)
     tasks = benchmark.stream.tasks or 1
@@ -179,7 +179,7 @@ def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0
 @pytest.mark.parametrize(
     "row", ["ft", "lwf-mc", "l2p++", "deep-l2p++", "dualprompt", "coda-p-s", "coda-p"]
 )
-def test_parameters_in_the_report_equal_the_papers(row: str, tmp_path: Path) -> None:
+def test_parameter_counts_equal_those_of_the_paper(row: str, tmp_path: Path) -> None:
     paper_run("imagenet-r-10", row, tmp_path)
     (line,) = report.rows(report.read_runs(tmp_path))
     shares = [round(line[name]["mean"], 1) for name in ("trained_parameters", "final_parameters")]
@@ -187,9 +187,7 @@ def test_parameters_in_the_report_equal_the_papers(row: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rows", [[5, 9], [9]])
-def test_rows_that_were_not_measured_leave_forgetting_unknown(
-    rows: list[int], tmp_path: Path
-) -> None:
+def test_forgetting_is_unknown_if_rows_were_not_measured(rows: list[int], tmp_path: Path) -> None:
     held = paper_run("imagenet-r-10", "coda-p", tmp_path) / "result.json"
     result = json.loads(held.read_text())
     for name in ("matrix", "own_classes"):
@@ -208,13 +206,13 @@ def test_rows_that_were_not_measured_leave_forgetting_unknown(
 
 
 @pytest.mark.parametrize(("tasks", "ticks"), [(1, 1), (10, 10), (20, 10), (500, 10), (1200, 6)])
-def test_an_axis_of_many_tasks_has_few_numbers(tasks: int, ticks: int) -> None:
+def test_axis_of_many_tasks_has_at_most_ten_ticks(tasks: int, ticks: int) -> None:
     places, numbers = plots._task_ticks(tasks)
     assert len(places) == ticks
     assert numbers[-1] == str(places[-1] + 1)
 
 
-def test_published_numbers_stand_beside_measured_ones(tmp_path: Path) -> None:
+def test_report_compares_with_published_numbers(tmp_path: Path) -> None:
     for row, accuracy in (("coda-p", 0.76), ("dualprompt", 0.70)):
         paper_run("imagenet-r-10", row, tmp_path, accuracy)
     runs = report.read_runs(tmp_path)
@@ -257,8 +255,8 @@ def test_ablations_differ_from_coda_p_in_one_option() -> None:
 # -- operations
 
 
-def test_counted_operations_of_the_paper_s_backbone() -> None:
-    """ViT-B/16 at 224 px, the class token alone in the last block: worked out by hand."""
+def test_operation_counts_of_the_paper_backbone() -> None:
+    """Compare with ViT-B/16 at 224 px by hand; the last block computes only the class token."""
     tokens, width = 197, 768
     block = tokens * (4 + 8) * width**2 + 2 * tokens**2 * width
     last = tokens * 2 * width**2 + (2 + 8) * width**2 + 2 * tokens * width
@@ -285,7 +283,7 @@ def test_counted_operations_of_the_paper_s_backbone() -> None:
 # -- sweeps
 
 
-def test_a_sweep_runs_draws_and_reports(tiny: Path, tmp_path: Path) -> None:
+def test_sweep_runs_plots_and_reports(tiny: Path, tmp_path: Path) -> None:
     finished = coda(
         "sweep", "options.components", str(tiny), "--values", "3,6,60", "--trials", "2",
         "--out", str(tmp_path / "runs"),
@@ -311,7 +309,7 @@ def test_a_sweep_runs_draws_and_reports(tiny: Path, tmp_path: Path) -> None:
     assert [row["A_N"] for row in json.loads(again.stdout)["rows"]] == [r["A_N"] for r in rows]
 
 
-def test_a_field_of_the_benchmark_is_swept_for_all_its_data(tiny: Path, tmp_path: Path) -> None:
+def test_benchmark_field_can_be_swept(tiny: Path, tmp_path: Path) -> None:
     sweep = load_sweep("stream.tasks", str(tiny), ["ncm", "coda-p"], "1,2,3")
     runs = sweep_runs(sweep, [], tmp_path)
     assert len(runs) == 2 * 3 * 2
@@ -319,7 +317,7 @@ def test_a_field_of_the_benchmark_is_swept_for_all_its_data(tiny: Path, tmp_path
     assert len({run.folder for run in runs}) == len(runs)
 
 
-def test_the_paper_s_figures_and_its_search() -> None:
+def test_shipped_sweeps_match_the_paper() -> None:
     assert shipped("sweeps") == ["components", "length", "tuning"]
     components = points("components")
     assert components["coda-p", "options.components"] == [5, 10, 20, 50, 100, 200, 500]
@@ -349,7 +347,7 @@ def points(name: str) -> dict[tuple[str, str], list[Any]]:
     return found
 
 
-def test_a_sweep_has_fewer_points_on_pocket() -> None:
+def test_sweeps_have_fewer_points_on_pocket() -> None:
     runs = sweep_runs(load_sweep("components", "pocket", [], ""), [], Path())
     assert {run.benchmark.name for run in runs} == {"pocket"}
     assert len(runs) == 3 * (4 + 4 + 1)
@@ -367,7 +365,7 @@ def test_a_sweep_has_fewer_points_on_pocket() -> None:
         (("options.length", "pocket", ["coda-p"], "[4"), BadOption, "is not a value"),
     ],
 )
-def test_a_wrong_sweep_is_named(
+def test_invalid_sweep_raises_an_error_that_names_it(
     arguments: tuple[str, str | None, list[str], str], kind: type[CodaError], message: str
 ) -> None:
     with pytest.raises(kind, match=re.escape(message)):
@@ -384,14 +382,14 @@ def test_a_wrong_sweep_is_named(
         (("options.length", "pocket", ["coda-p"], "4,8,4.0"), "4.0 is given twice"),
     ],
 )
-def test_a_wrong_field_or_value_is_named(
+def test_invalid_field_or_value_raises_an_error_that_names_it(
     arguments: tuple[str, str, list[str], str], message: str
 ) -> None:
     with pytest.raises(CodaError, match=message):
         sweep_runs(load_sweep(*arguments), [], Path())
 
 
-def test_a_sweep_takes_all_methods() -> None:
+def test_sweep_accepts_all_methods() -> None:
     swept = load_sweep("training.epochs", "pocket", ["all"], "1,2")
     assert swept.lines[0].methods == tuple(load_benchmark("pocket").methods)
     assert load_sweep("components", "pocket", ["all"], "") == load_sweep(
@@ -399,7 +397,7 @@ def test_a_sweep_takes_all_methods() -> None:
     )
 
 
-# -- bad run folders and files
+# -- corrupt run folders and files
 
 
 @pytest.mark.parametrize(
@@ -413,7 +411,7 @@ def test_a_sweep_takes_all_methods() -> None:
         ("environment.json", '{"data": {}}'),
     ],
 )
-def test_a_broken_run_folder_is_named(
+def test_corrupt_run_folder_raises_an_error_that_names_it(
     file: str, content: str, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "ncm" / "trial-0"
@@ -423,15 +421,15 @@ def test_a_broken_run_folder_is_named(
         report.read_runs(tmp_path)
 
 
-def test_other_data_or_weights_in_one_table_are_refused(
+def test_runs_with_other_data_or_weights_cannot_share_a_table(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
     shutil.copytree(tiny_runs[0] / "tiny", runs / "tiny")
-    place = runs / "tiny" / "coda-p" / "trial-0" / "environment.json"
-    changed = json.loads(place.read_text())
+    path = runs / "tiny" / "coda-p" / "trial-0" / "environment.json"
+    changed = json.loads(path.read_text())
     changed["data"]["sha256"] = "0" * 64
-    place.write_text(json.dumps(changed))
+    path.write_text(json.dumps(changed))
     (runs / "tiny" / "ncm" / "trial-0" / "result.json").unlink()
     finished = coda("bench", str(tiny), "--out", str(runs))
     assert finished.returncode == 2
@@ -441,7 +439,7 @@ def test_other_data_or_weights_in_one_table_are_refused(
         report.rows(report.read_runs(runs))
 
 
-def test_two_methods_with_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_method_names_are_refused(tmp_path: Path) -> None:
     twice = tmp_path / "twice.yaml"
     twice.write_text("like: pocket\nname: twice\nmethods:\n  coda-p: {}\n  coda-p: {}\n")
     finished = coda("bench", str(twice), "--dry-run")
@@ -457,7 +455,7 @@ def test_two_methods_with_one_name_are_refused(tmp_path: Path) -> None:
     assert "would be one row" in finished.stderr
 
 
-def test_tensorboard_files_are_written_where_asked(tiny: Path, tmp_path: Path) -> None:
+def test_tensorboard_option_writes_tensorboard_files(tiny: Path, tmp_path: Path) -> None:
     finished = coda(
         "bench", str(tiny), "--methods", "coda-p", "--trials", "1", "--tensorboard", "--json",
         "--out", str(tmp_path),
@@ -474,9 +472,9 @@ def test_tensorboard_files_are_written_where_asked(tiny: Path, tmp_path: Path) -
     )
 
 
-def test_rows_are_what_the_matrices_say(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
-    """Worked out again, without the program's own functions."""
-    out, told = tiny_runs
+def test_rows_follow_from_the_accuracy_matrices(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
+    """Compute the numbers again without functions of the package."""
+    out, printed = tiny_runs
     found: dict[str, dict[str, list[float]]] = {}
     for path in sorted(out.rglob("result.json")):
         result = json.loads(path.read_text())
@@ -490,7 +488,7 @@ def test_rows_are_what_the_matrices_say(tiny_runs: tuple[Path, dict[str, Any]]) 
                 max(matrix[t][j] for t in range(j, last)) - matrix[last][j] for j in range(last)
             ]
             values["F_max"].append(100 * sum(lost) / last)
-    for row in told["rows"]:
+    for row in printed["rows"]:
         values = found[row["method"]]
         assert row["A_N"]["mean"] == pytest.approx(sum(values["A_N"]) / 2)
         assert row["own_classes"]["mean"] == pytest.approx(sum(values["own"]) / 2)
@@ -499,7 +497,7 @@ def test_rows_are_what_the_matrices_say(tiny_runs: tuple[Path, dict[str, Any]]) 
         if row["method"] != "coda-p":
             pairs = zip(values["A_N"], found["coda-p"]["A_N"], strict=True)
             assert row["difference"]["mean"] == pytest.approx(sum(a - b for a, b in pairs) / 2)
-    differences = [row["difference"]["mean"] for row in told["rows"] if row["difference"]]
+    differences = [row["difference"]["mean"] for row in printed["rows"] if row["difference"]]
     assert any(differences), "the sign matters"
 
 
@@ -510,7 +508,7 @@ def test_rows_are_what_the_matrices_say(tiny_runs: tuple[Path, dict[str, Any]]) 
         (lambda result: result["matrix"][2].__setitem__(0, 7.5), "is not a run folder"),
     ],
 )
-def test_a_strange_result_is_refused(
+def test_inconsistent_result_is_refused(
     change: Any, words: str, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_runs[0], tmp_path / "runs")
@@ -522,9 +520,7 @@ def test_a_strange_result_is_refused(
         report.read_runs(tmp_path / "runs")
 
 
-def test_a_trial_that_is_there_twice_is_refused(
-    tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_duplicate_trial_is_refused(tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     shutil.copytree(tiny_runs[0], tmp_path / "runs")
     trial = tmp_path / "runs" / "tiny" / "coda-p" / "trial-1"
     shutil.copytree(trial, trial.with_name("trial-1 (copy)"))
@@ -532,7 +528,7 @@ def test_a_trial_that_is_there_twice_is_refused(
         report.rows(report.read_runs(tmp_path / "runs"))
 
 
-def test_published_numbers_stand_only_beside_the_paper_s_benchmark() -> None:
+def test_published_numbers_are_shown_only_for_the_benchmark_of_the_paper() -> None:
     def config(**changes: Any) -> dict[str, Any]:
         settings = [f"{path}={json.dumps(value)}" for path, value in changes.items()]
         benchmark = load_benchmark("imagenet-r-10", settings)
@@ -550,7 +546,7 @@ def test_published_numbers_stand_only_beside_the_paper_s_benchmark() -> None:
         assert report.published_row(config(**change)) is None
 
 
-def test_remarks_on_the_data_are_in_the_report(
+def test_report_contains_remarks_on_the_data(
     tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_runs[0], tmp_path / "runs")
@@ -566,14 +562,14 @@ def test_remarks_on_the_data_are_in_the_report(
         assert "no training images: cat" in text
 
 
-def test_a_trial_s_seed_cannot_be_set_nor_a_name_leave_its_folder(tiny: Path) -> None:
+def test_seed_of_a_trial_and_path_as_a_name_are_refused(tiny: Path) -> None:
     with pytest.raises(BadOption, match="first_seed"):
         load_benchmark(str(tiny), ["training.seed=5"])
     with pytest.raises(BadOption):
         load_benchmark(str(tiny), ["name=../evil"])
 
 
-def test_a_csv_file_has_one_number_a_cell() -> None:
+def test_csv_has_one_number_per_cell() -> None:
     row = {
         "method": "coda-p",
         "A_N": {"mean": 70.0, "std": 1.0},

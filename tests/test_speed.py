@@ -1,4 +1,4 @@
-"""The textbook that speed is measured against: the same results, and its cost counted."""
+"""The textbook implementation used as a speed baseline: same results, counted cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from textbook import TextbookCoda
 
 
 def tiny_in_task(tasks: int) -> CodaPrompt:
-    """After some tasks whose components are no longer orthonormal, at the start of one more."""
+    """Return CODA-P at the start of a task, after tasks that changed its components."""
     method = methods.make("coda-p", tiny_vit(), components_per_task=3)
     assert isinstance(method, CodaPrompt)
     for task in range(tasks):
@@ -35,7 +35,7 @@ def tiny_in_task(tasks: int) -> CodaPrompt:
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
-def test_loss_and_gradients_of_the_textbook_are_the_products(tasks: int) -> None:
+def test_textbook_has_the_same_loss_and_gradients(tasks: int) -> None:
     method = tiny_in_task(tasks)
     book = TextbookCoda(method)
     generator = torch.Generator().manual_seed(0)
@@ -60,8 +60,8 @@ def test_loss_and_gradients_of_the_textbook_are_the_products(tasks: int) -> None
         )
 
 
-def test_the_textbook_costs_four_passes_and_the_product_less() -> None:
-    """In multiply-adds of a step of ViT-B/16, counted on the meta device."""
+def test_textbook_costs_four_forward_passes_and_the_package_fewer() -> None:
+    """Count multiply-adds of a step of ViT-B/16 on the meta device."""
     with torch.device("meta"):
         method = methods.make("coda-p", ViT(speed.VITS["ViT-B/16"]), components_per_task=10)
         assert isinstance(method, CodaPrompt)
