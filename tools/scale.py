@@ -241,13 +241,24 @@ def size(bytes_: float) -> str:
     return f"{bytes_ / 1000:,.3g} TB"
 
 
+LARGE_NETS = [NETS[name] for name in ("ViT-B/16", "ViT-L/16", "ViT-g/14")]
+
+
 def tables() -> None:
-    nets = [NETS[name] for name in ("ViT-B/16", "ViT-L/16", "ViT-g/14")]
+    """Print all tables of the docs."""
+    print_training()
+    print_learned_state()
+    print_evaluation()
+    print_memory_and_traffic()
+
+
+def print_training() -> None:
+    """Print training speed and time by number of devices."""
     print("Images a second in training (exact queries, 100 components), and share of the ideal\n")
     for batch in (128, 8192):
         print(f"Global batch {batch}:\n")
         rows = []
-        for net in nets:
+        for net in LARGE_NETS:
             one = GPU.step(net, min(batch, 128), cached=False) / min(batch, 128)
             cells = []
             for devices in (1, 8, 64, 1024):
@@ -266,9 +277,13 @@ def tables() -> None:
                 hours(20 * images / 8192 * GPU.step(net, 8192, cached=False, devices=devices))
                 for devices in (1, 8, 64, 1024)
             )]
-            for net in nets for images in (1e6, 1e8, 1e9)
+            for net in LARGE_NETS for images in (1e6, 1e8, 1e9)
         ],
     )  # fmt: skip
+
+
+def print_learned_state() -> None:
+    """Print size and cost of components and classifier by number of tasks and classes."""
     print("What is learned: 10 components a task, ViT-B/16\n")
     net = NETS["ViT-B/16"]
     table(
@@ -292,6 +307,11 @@ def tables() -> None:
             for classes in (100, 10_000, 1_000_000)
         ],
     )  # fmt: skip
+
+
+def print_evaluation() -> None:
+    """Print the time to measure the accuracy matrix."""
+    net = NETS["ViT-B/16"]
     print("All rows of the accuracy matrix, ViT-B/16, one GPU, 50 test images a class, "
           "10 classes a task\n")  # fmt: skip
     table(
@@ -305,13 +325,17 @@ def tables() -> None:
             for tasks in (10, 100, 1000, 10_000)
         ],
     )  # fmt: skip
+
+
+def print_memory_and_traffic() -> None:
+    """Print memory of a device, sizes of caches and bytes sent in a step."""
     print("Memory of a device, batch of 128 images on it, float32\n")
     table(
         ["backbone", "weights", "of them with fsdp on 8", "activations", "with recompute"],
         [
             [own.name, size(4 * own.parameters), size(4 * own.parameters / 8),
              size(128 * own.saved), size(128 * 4 * own.tokens * own.width * (own.depth + 12))]
-            for own in nets
+            for own in LARGE_NETS
         ],
     )  # fmt: skip
     print("Queries kept in half precision, and the index of tar shards\n")
@@ -324,7 +348,7 @@ def tables() -> None:
     )  # fmt: skip
     print("Sent by each device in a step (ring), 10 components and 10 classes a task: "
           + ", ".join(f"{net.name} {size(2 * 4 * (100 * PROMPTED + 10) * net.width)}"
-                      for net in nets))  # fmt: skip
+                      for net in LARGE_NETS))  # fmt: skip
 
 
 def check() -> None:

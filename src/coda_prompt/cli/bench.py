@@ -155,10 +155,10 @@ def report(
     """Write tables and plots of finished runs: terminal, Markdown, CSV, LaTeX and one HTML page."""
     from coda_prompt.storage.remote import Mirror, local_folder
 
-    folder, home = local_folder(runs)
-    if home is not None:
+    folder, remote = local_folder(runs)
+    if remote is not None:
         with tempfile.TemporaryDirectory() as copy:  # a benchmark may be running in its own copy
-            Mirror(Path(copy) / "runs", home).pull()
+            Mirror(Path(copy) / "runs", remote).pull()
             _write_report(Path(copy) / "runs", out, as_json)
     else:
         _write_report(folder, out, as_json)
