@@ -1,4 +1,4 @@
-"""Two tasks trained on so many processes; what was learned goes to a file.
+"""Train two tasks on several ranks and write first gradients and learned state to a file.
 
 Started by test_distributed.py: `python distributed_run.py PROCESSES PRECISION METHODS OUT`.
 """
@@ -30,11 +30,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def two_tasks(name: str, fabric: Fabric, **training: Any) -> dict[str, Tensor]:
-    """First gradients of each task, everything learned, and the accuracy matrix.
+    """Return the first gradients of each task, the learned state and the accuracy matrix.
 
-    33 images a task in batches of 16: the last batch has one image, so one of two processes has
-    none. Two epochs are six steps a task. A whole network trains without weight decay: its key
-    biases have no gradient but rounding, which Adam would scale up together with the decay.
+    33 images per task in batches of 16: the last batch has one image, so one of two ranks has
+    none. Two epochs are six steps per task. Whole networks train without weight decay: the
+    gradient of their key biases is only rounding, which Adam would scale up with the decay.
     """
     decay = 0.01 if METHODS[name].type.frozen_backbone else 0.0
     settings = {"epochs": 2, "batch_size": 16, "learning_rate": 1e-3, "weight_decay": decay}
@@ -42,18 +42,18 @@ def two_tasks(name: str, fabric: Fabric, **training: Any) -> dict[str, Tensor]:
     method = methods.make(name, tiny_vit(), **OPTIONS.get(name, {}))
     found: dict[str, Tensor] = {}
 
-    def keep_first_gradients(event: Event) -> None:
+    def record_first_gradients(event: Event) -> None:
         if event.kind == "step" and event.epoch == 0 and event.step == 0:
             for key, parameter in method.named_parameters():
                 if parameter.requires_grad:
-                    assert parameter.grad is not None, f"{key} takes no part"
+                    assert parameter.grad is not None, f"{key} has no gradient"
                     found[f"gradient.{event.task}.{key}"] = parameter.grad.clone()
 
     engine = Engine(
         AUGMENTED_VIEWS,
         Training(**settings | training),
         fabric=fabric,
-        on_event=keep_first_gradients,
+        on_event=record_first_gradients,
     )
     result = engine.run(method, stream)
     found |= {f"learned.{key}": tensor for key, tensor in method.learned_state().items()}
@@ -75,7 +75,7 @@ def main() -> None:
         if fabric.global_rank == 0:
             contiguous = {key: tensor.contiguous().clone() for key, tensor in found.items()}
             save_file(contiguous, Path(out) / f"{name}.safetensors")
-    if fabric.world_size > 1:  # a process that leaves while another still talks to it aborts
+    if fabric.world_size > 1:  # a rank that exits while another communicates makes it abort
         fabric.barrier()
         torch.distributed.destroy_process_group()
 

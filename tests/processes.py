@@ -1,4 +1,4 @@
-"""Commands in processes of their own, for tests of several devices and of a cluster."""
+"""Run commands in subprocesses, for tests of several devices and of a cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A command at work in a session of its own, of which nothing is left in the end."""
+    """Start a command in its own session and kill the whole session at the end."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
         start_new_session=True,

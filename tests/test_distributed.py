@@ -1,4 +1,4 @@
-"""Accumulated and distributed steps are the steps of one process with the whole batch."""
+"""Gradient accumulation and several ranks give the steps of one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from distributed_run import two_tasks
 from lightning_fabric import Fabric
 from safetensors.torch import load_file
@@ -39,14 +40,14 @@ def one_process(precision: str) -> Fabric:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    """What two processes with DDP over gloo learn, by precision and method."""
+    """Gradients and learned state of two ranks with DDP over gloo, by `precision/method`."""
     found = {}
     for precision in PRECISIONS:
         out = tmp_path_factory.mktemp(precision)
         script = Path(__file__).parent / "distributed_run.py"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        with socket.socket() as free_port:
+            free_port.bind(("127.0.0.1", 0))
+            port = str(free_port.getsockname()[1])
         subprocess.run(
             [sys.executable, str(script), "2", precision, ",".join(NAMES), str(out)],
             check=True,
@@ -58,28 +59,52 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
     return found
 
 
-def check(found: dict[str, Tensor], expected: dict[str, Tensor], precision: str) -> None:
-    """Gradients to 1e-5 in float32, parameters after the steps to 1e-9 in float64."""
+def check(name: str, found: dict[str, Tensor], expected: dict[str, Tensor], precision: str) -> None:
+    """Compare first gradients and everything learned.
+
+    Float64: 1e-9. Float32, where sums are added up in another order: 1e-5, for learned tensors
+    with values above 1 relative to the largest (measured: at most 7e-7).
+    """
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         if precision == "64-true":
             assert_close(found[key], tensor, rtol=1e-9, atol=1e-9, equal_nan=True, msg=key)
         elif key.startswith("gradient.0"):
             assert_close(found[key], tensor, rtol=1e-5, atol=1e-5, msg=key)
+        elif key.startswith("learned."):
+            check_learned(key, found[key], tensor, LARGER_TOLERANCE.get(name, 1e-5))
+
+
+LARGER_TOLERANCE = {"lwf-mc": 2e-3}
+"""Two Adam steps: a task starts at the minimum of the distillation loss, where its gradient is
+only rounding, which Adam scales up to whole steps (measured: 1e-3)."""
+
+
+def check_learned(key: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    if not expected.is_floating_point() or not expected.numel():
+        assert torch.equal(found, expected), key
+        return
+    if key.endswith("attn.qkv.bias"):  # softmax cancels key biases: their gradient is rounding too
+        width = len(expected) // 3
+        found, expected = (
+            torch.cat([bias[:width], bias[2 * width :]]) for bias in (found, expected)
+        )
+    scale = max(1.0, float(expected.abs().max()))
+    assert_close(found, expected, rtol=0, atol=tolerance * scale, msg=key)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_accumulating_small_batches_equals_the_large_one(name: str, precision: str) -> None:
+def test_accumulated_micro_batches_equal_one_batch(name: str, precision: str) -> None:
     whole = two_tasks(name, one_process(precision))
     parts = two_tasks(name, one_process(precision), micro_batch=4)
-    check(parts, whole, precision)
+    check(name, parts, whole, precision)
 
 
-def test_accumulating_4_x_32_equals_128() -> None:
+def test_accumulating_4_x_32_equals_a_batch_of_128() -> None:
     whole = two_tasks("coda-p", one_process("64-true"), batch_size=128, epochs=5)
     parts = two_tasks("coda-p", one_process("64-true"), batch_size=128, micro_batch=32, epochs=5)
-    check(parts, whole, "64-true")
+    check("coda-p", parts, whole, "64-true")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -90,4 +115,8 @@ def test_two_processes_equal_one(
     one = two_tasks(name, one_process(precision))
     if name in TRAINED:
         assert any(key.startswith("gradient.1.") for key in one), "new parameters of task 2"
-    check(two_processes[f"{precision}/{name}"], one, precision)
+    two = two_processes[f"{precision}/{name}"]
+    check(name, two, one, precision)
+    if METHODS[name].type.closed_form and precision == "32-true":
+        # Both fit one table of features, whose rows come from either rank unchanged.
+        assert [key for key in one if key != "matrix" and not torch.equal(two[key], one[key])] == []
