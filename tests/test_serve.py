@@ -31,8 +31,8 @@ from small import coda
 from coda_prompt import ContinualClassifier
 from coda_prompt.learner import store
 from coda_prompt.serve import uploads
-from coda_prompt.serve.learning import Lesson
-from coda_prompt.serve.uploads import Example, Refused, from_zip
+from coda_prompt.serve.learning import ExampleDataset
+from coda_prompt.serve.uploads import Example, RequestError, read_zip
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +236,9 @@ def test_a_killed_lesson_leaves_the_service_and_the_model_as_they_were(own: Path
         before = client.get("/v1/classes").json()
         job = teach(client, *drawings(range(8, 14), 20))
         busy = client.post("/v1/learn", files=files(drawings([9], 1)[0]), data={"labels": ["x"]})
-        assert "lesson is going on" in problem(busy, 409)
+        assert "lesson is running" in problem(busy, 409)
         assert busy.headers["retry-after"]
-        assert "lesson is going on" in problem(client.post("/v1/undo"), 409)
+        assert "lesson is running" in problem(client.post("/v1/undo"), 409)
         os.kill(learning_process(client, job), signal.SIGKILL)
         told = ended(client, job)
         assert told["state"] == "failed"
@@ -333,7 +333,7 @@ def test_the_copy_of_the_demo_model_is_gone_with_the_service(tmp_path: Path) -> 
 
 
 def test_a_request_that_does_not_go_on_is_ended(model: Path) -> None:
-    soon = "import coda_prompt.serve.app as app; app.SECONDS_BETWEEN_PARTS = 0.5; "
+    soon = "import coda_prompt.serve.access as access; access.MAX_SECONDS_BETWEEN_CHUNKS = 0.5; "
     with served(str(model), before=soon) as client:
         address = (client.base_url.host, client.base_url.port)
         with socket.create_connection(address, timeout=20) as half:
@@ -371,12 +371,12 @@ def test_images_that_are_none_or_too_large_are_refused(client: httpx.Client) -> 
         assert words in told
         assert ".." not in told, "a client's path is not used, not even in words"
     good = ("images", ("a.png", png(SOURCE.train.image(0))))
-    many = client.post("/v1/predict", files=[good] * (uploads.MOST_TO_PREDICT + 1))
+    many = client.post("/v1/predict", files=[good] * (uploads.MAX_IMAGES_PREDICT + 1))
     assert "too many" in problem(many, 400).lower()
 
 
 def test_a_body_that_is_too_large_is_not_read(client: httpx.Client) -> None:
-    huge = uploads.MOST_IN_A_REQUEST + 1
+    huge = uploads.MAX_REQUEST_BYTES + 1
     host, port = client.base_url.host, client.base_url.port
     with socket.create_connection((host, port), timeout=20) as line:
         head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {huge}\r\n\r\n"
@@ -412,14 +412,14 @@ def test_zips_of_strangers_are_refused(
     ):
         sent = client.post("/v1/learn", files={"archive": ("a.zip", content)})
         assert words in problem(sent, 422)
-    million = zipped({f"cat/{number}.png": b"" for number in range(uploads.MOST_ENTRIES + 1)})
+    million = zipped({f"cat/{number}.png": b"" for number in range(uploads.MAX_ZIP_ENTRIES + 1)})
     problem(client.post("/v1/learn", files={"archive": ("a.zip", million)}), 413)
     swollen = zipped({f"cat/{n}.png": bytes(30 * 2**20) for n in range(9)})
     assert len(swollen) < 2**20
     problem(client.post("/v1/learn", files={"archive": ("a.zip", swollen)}), 413)
-    monkeypatch.setattr(uploads, "MOST_TO_LEARN", 3)
-    with pytest.raises(Refused):
-        from_zip(zipped({f"cat/{number}.png": image for number in range(4)}))
+    monkeypatch.setattr(uploads, "MAX_IMAGES_LEARN", 3)
+    with pytest.raises(RequestError):
+        read_zip(zipped({f"cat/{number}.png": image for number in range(4)}))
 
 
 @pytest.mark.parametrize(
@@ -489,15 +489,15 @@ def test_much_from_little(client: httpx.Client) -> None:
     sent = {"archive": ("a.zip", packed)}
     assert "deflate" in problem(client.post("/v1/learn", files=sent), 422)
     label = [("images", ("a.png", held.getvalue())), ("labels", ("b.txt", b"cat"))]
-    assert "fields of text" in problem(client.post("/v1/learn", files=label), 422)
+    assert "text fields" in problem(client.post("/v1/learn", files=label), 422)
 
 
 def test_a_lesson_is_decoded_image_by_image() -> None:
-    lesson = Lesson([Example("a", png(SOURCE.train.image(0)))] * 3)
-    first, again = lesson[0][0], lesson[0][0]
+    dataset = ExampleDataset([Example("a", png(SOURCE.train.image(0)))] * 3)
+    first, again = dataset[0][0], dataset[0][0]
     assert first is not again
     assert first.tobytes() == again.tobytes()
-    assert lesson.targets == ["a"] * 3
+    assert dataset.targets == ["a"] * 3
 
 
 def test_a_token_is_asked_for_where_there_is_one(model: Path) -> None:

@@ -48,7 +48,8 @@ def serve(
     try:
         import uvicorn
 
-        from coda_prompt.serve.app import LOOPBACK, Door, make_app
+        from coda_prompt.serve.access import LOOPBACK, AccessPolicy
+        from coda_prompt.serve.app import make_app
         from coda_prompt.serve.service import Service
     except ModuleNotFoundError as error:
         raise MissingExtra("coda serve", "serve") from error
@@ -58,9 +59,9 @@ def serve(
     if not inside and token is None:
         problem = f"{host} can be reached by others: set CODA_TOKEN to a secret first"
         raise BadOption("coda serve", "token", problem)
-    door = Door(token, LOOPBACK if inside else None)
+    policy = AccessPolicy(token, LOOPBACK if inside else None)
     with _folder(model) as folder, _listening(host, port) as listener:
-        service = make_app(Service(folder, batching=batching, device=device, method=method), door)
+        service = make_app(Service(folder, batching=batching, device=device, method=method), policy)
         name = f"[{host}]" if ":" in host else host
         print_line(
             stderr_console(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)"

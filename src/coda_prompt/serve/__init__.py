@@ -1,1 +1,1 @@
-"""A service that answers while it learns, and a page to draw, teach and see."""
+"""HTTP service: predicts and learns, with a web page to draw and teach."""

@@ -1,10 +1,10 @@
-"""The process that learns: examples come in on standard input, what happens goes out as lines.
+"""The learning process of the service.
 
     python -m coda_prompt.serve.learning MODEL [METHOD]
 
-The first line is a JSON object with `labels` and `sizes`; the images' bytes follow. Each line that
-goes out is a JSON object with a `kind`. It ends when its parent does; the model is replaced in one
-step or not at all.
+Standard input: a JSON line with `labels` and `sizes`, then the image files' bytes. Standard output:
+JSON lines with a `kind` (`progress`, `learned` or `failed`). The process exits when its parent
+dies; the model is replaced atomically or not at all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -24,20 +25,20 @@ from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
-from coda_prompt.serve.uploads import Example, image_of
+from coda_prompt.serve.uploads import Example, decode_image
 from coda_prompt.shutdown import exit_with_parent
 from coda_prompt.training.settings import Event
 
-EVERY = 0.2
-"""Seconds between two words on progress."""
+PROGRESS_INTERVAL = 0.2
+"""Seconds between two progress lines."""
 
 
-class Progress:
-    """Tells how far the training is, and when it will be done."""
+class ProgressReporter:
+    """Writes progress lines with an estimate of the seconds left."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self._told = 0.0
+        self._last = 0.0
 
     def on_event(self, event: Event) -> None:
         if event.kind == "pass":
@@ -48,19 +49,20 @@ class Progress:
         else:
             return
         now = time.monotonic()
-        if now - self._told >= EVERY:
-            self._told = now
+        if now - self._last >= PROGRESS_INTERVAL:
+            self._last = now
             left = None
             if stage == "learning" and share > 0:
                 left = (now - self.started) * (1 - share) / share
-            tell("progress", stage=stage, share=share, seconds_left=left)
+            send_line("progress", stage=stage, share=share, seconds_left=left)
 
 
-def tell(kind: str, **fields: Any) -> None:
+def send_line(kind: str, **fields: Any) -> None:
     print(json.dumps({"kind": kind, **fields}), flush=True)  # noqa: T201
 
 
-def received(stream: IO[bytes]) -> list[Example]:
+def read_examples(stream: IO[bytes]) -> list[Example]:
+    """Read what `encode_examples` wrote."""
     head = json.loads(stream.readline())
     return [
         Example(label, stream.read(size))
@@ -68,8 +70,8 @@ def received(stream: IO[bytes]) -> list[Example]:
     ]
 
 
-def sent(examples: list[Example]) -> bytes:
-    """The reverse of `received`."""
+def encode_examples(examples: list[Example]) -> bytes:
+    """Encode examples for the standard input of the learning process."""
     head = {
         "labels": [example.label for example in examples],
         "sizes": [len(example.content) for example in examples],
@@ -77,23 +79,23 @@ def sent(examples: list[Example]) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(example.content for example in examples)
 
 
-def watched(classifier: ContinualClassifier) -> list[tuple[Any, str]] | None:
-    """Test drawings of pocket's classes among those known: what a lesson makes it forget."""
+def pocket_test_images(classifier: ContinualClassifier) -> list[tuple[Any, str]] | None:
+    """Return pocket's test drawings of the known classes, to measure what a lesson forgets."""
     if classifier.backbone_name != "pocket":
         return None
     source = pocket_source()
     known = set(classifier.classes_)
     images: Any = source.test
     pairs = [
-        (images.images[place], source.class_names[label])
-        for place, label in enumerate(images.labels)
+        (images.images[index], source.class_names[label])
+        for index, label in enumerate(images.labels)
         if source.class_names[label] in known
     ]
     return pairs or None
 
 
-class Lesson:
-    """A dataset of images as they were sent: each is decoded when it is looked at."""
+class ExampleDataset:
+    """Uploaded images as a dataset; each is decoded when it is used."""
 
     def __init__(self, examples: list[Example]) -> None:
         self.examples = examples
@@ -102,38 +104,39 @@ class Lesson:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, place: int) -> tuple[Image.Image, str]:
-        example = self.examples[place]
-        return image_of(example.content, f"image {place + 1} ({example.label})"), example.label
+    def __getitem__(self, index: int) -> tuple[Image.Image, str]:
+        example = self.examples[index]
+        return decode_image(example.content, f"image {index + 1} ({example.label})"), example.label
 
 
 def learn(model: Path, examples: list[Example], method: str | None = None) -> None:
-    lesson = Lesson(examples)
+    """Learn the examples and replace the model."""
+    dataset = ExampleDataset(examples)
     with store.exclusive_writer(model):
         classifier = ContinualClassifier.load(model, method=method)
-        watch = watched(classifier)
-        learned = classifier.learn(lesson, watch=watch, on_event=Progress().on_event)
-        tell("progress", stage="saving", share=1.0, seconds_left=0.0)
+        watch = pocket_test_images(classifier)
+        learned = classifier.learn(dataset, watch=watch, on_event=ProgressReporter().on_event)
+        send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
         classifier.write(model)
-    kept = learned.forgotten
+    accuracies = learned.forgotten  # of old classes, before and after
     summary = None
-    if kept:
-        before, after = (sum(part) / len(kept) for part in zip(*kept.values(), strict=True))
-        summary = {"classes": len(kept), "before": before, "after": after}
-    tell("learned", **{**dataclasses.asdict(learned), "kept": summary, "forgotten": None})
+    if accuracies:
+        before, after = (statistics.fmean(each) for each in zip(*accuracies.values(), strict=True))
+        summary = {"classes": len(accuracies), "before": before, "after": after}
+    send_line("learned", **{**dataclasses.asdict(learned), "kept": summary, "forgotten": None})
 
 
 def main() -> None:
     exit_with_parent(os.getppid(), 3)
     try:
         model, method = Path(sys.argv[1]), next(iter(sys.argv[2:]), None)
-        learn(model, received(sys.stdin.buffer), method)
+        learn(model, read_examples(sys.stdin.buffer), method)
     except CodaError as error:
-        tell("failed", reason=str(error))
+        send_line("failed", reason=str(error))
         sys.exit(2)
     except OSError as error:
         with contextlib.suppress(OSError):
-            tell("failed", reason=f"{error.strerror or error}")
+            send_line("failed", reason=f"{error.strerror or error}")
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""A model that is asked and taught at the same time."""
+"""A model that predicts and learns at the same time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.serve import learning
 from coda_prompt.serve.batching import Batcher
-from coda_prompt.serve.uploads import Example, Refused, image_of
+from coda_prompt.serve.uploads import Example, RequestError, decode_image
 
 State = Literal["running", "done", "failed"]
-MOST_JOBS = 100
-"""Finished jobs that are remembered."""
-LAST_WORDS = 400
+MAX_JOBS = 100
+"""Jobs whose state is remembered; older ones are dropped."""
+MAX_REASON_LENGTH = 400
 
 
 @dataclass(frozen=True)
 class Version:
-    """One state of the model; its name is in every answer."""
+    """One version of the model; its name is part of every answer."""
 
     name: str
     classifier: ContinualClassifier
@@ -45,13 +45,15 @@ class Version:
 
 @dataclass(frozen=True)
 class Answer:
+    """The class probabilities of one image."""
+
     version: Version
     probabilities: Tensor
 
 
 @dataclass
 class Job:
-    """A lesson: images of classes, from the request to the new version."""
+    """State of a lesson, from the request to the new version."""
 
     number: str
     images: int
@@ -63,32 +65,36 @@ class Job:
     reason: str | None = None
     learned: dict[str, Any] | None = None
     version: str | None = None
-    began: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.time)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
         names = ("state", "stage", "share", "seconds_left", "reason", "learned", "version")
-        found = {name: getattr(self, name) for name in names}
-        return {"id": self.number, "images": self.images, "classes": list(self.classes), **found}
+        state = {name: getattr(self, name) for name in names}
+        return {"id": self.number, "images": self.images, "classes": list(self.classes), **state}
 
-    def change(self, **fields: Any) -> None:
+    def update(self, **fields: Any) -> None:
         for name, value in fields.items():
             setattr(self, name, value)
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def changes(self) -> AsyncIterator[dict[str, Any]]:
-        """How it stands now, and whenever that changes, to its end."""
+    async def states(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the current state and every later one, until the lesson has ended."""
         while True:
             changed = self.changed
-            yield self.told()
+            yield self.as_dict()
             if self.state != "running":
                 return
             await changed.wait()
 
 
 class Service:
-    """Answers with one version until the next one is saved; one lesson at a time."""
+    """Predicts with the current version; runs one lesson at a time in a process of its own.
+
+    When a lesson is saved, predictions switch to the new version atomically.
+    """
 
     def __init__(
         self,
@@ -98,81 +104,105 @@ class Service:
         device: str = "auto",
         method: str | None = None,
     ) -> None:
-        """`method`: `file.py:Class`, for a model that was made with a method of one's own."""
+        """`method`: `file.py:Class`, for a model whose method is not part of coda-prompt."""
         self.folder, self.device, self.method = folder, device, method
         self.current = self._read()
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
-        self._changing = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._lessons: set[asyncio.Task[None]] = set()
         self.batcher: Batcher[Tensor, Answer] = (
-            Batcher(self._answers) if batching else Batcher(self._answers, most=1, wait=0.0)
+            Batcher(self._predict_batch)
+            if batching
+            else Batcher(self._predict_batch, max_batch=1, max_wait=0.0)
         )
         self.passes = 0
 
-    # -- asking
+    # -- predicting
 
-    def view(self, content: bytes, name: str) -> Tensor:
+    def preprocess(self, content: bytes, name: str) -> Tensor:
+        """Decode an image file and return it as the backbone expects it."""
         predictor = self.current.predictor
-        return predictor.preprocess(image_of(content, name, predictor.min_side))
+        return predictor.preprocess(decode_image(content, name, predictor.min_side))
 
     async def predict(self, views: Sequence[Tensor]) -> list[Answer]:
-        return await self.batcher.ask(views)
+        """Predict preprocessed images."""
+        return await self.batcher.run(views)
 
-    def _answers(self, views: Sequence[Tensor]) -> list[Answer]:
+    def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
         probabilities = version.predictor.probabilities(views)
         self.passes += 1
         return [Answer(version, row) for row in probabilities]
 
-    # -- teaching
+    # -- learning
 
-    def teach(self, examples: list[Example]) -> Job:
-        """Start a lesson in its own process."""
-        if self.learning:
-            raise Refused(409, "A lesson is going on. Wait until it has ended.", retry=2)
-        names = tuple(dict.fromkeys(example.label for example in examples))
-        job = Job(f"{next(self._numbers)}", len(examples), names)
+    def start_lesson(self, examples: list[Example]) -> Job:
+        """Start learning in the background."""
+        self._refuse_while_learning()
+        classes = tuple(dict.fromkeys(example.label for example in examples))
+        job = Job(f"{next(self._numbers)}", len(examples), classes)
         self.jobs[job.number] = job
-        for old in list(self.jobs)[:-MOST_JOBS]:
+        for old in list(self.jobs)[:-MAX_JOBS]:
             del self.jobs[old]
-        lesson = asyncio.create_task(self._lesson(job, examples))
+        lesson = asyncio.create_task(self._run_lesson(job, examples))
         self._lessons.add(lesson)
         lesson.add_done_callback(self._lessons.discard)
         return job
 
+    def _refuse_while_learning(self) -> None:
+        if self.learning:
+            raise RequestError(409, "A lesson is running. Wait until it ends.", retry_after=2)
+
     @property
     def learning(self) -> bool:
+        """Whether a lesson is running."""
         return any(job.state == "running" for job in self.jobs.values())
 
     async def undo(self) -> Version:
-        if self.learning:
-            raise Refused(409, "A lesson is going on. Wait until it has ended.", retry=2)
-        async with self._changing:
+        """Restore the version before the newest task."""
+        self._refuse_while_learning()
+        async with self._write_lock:
             await asyncio.to_thread(self._undo)
             self.current = await asyncio.to_thread(self._read)
         return self.current
 
     async def close(self) -> None:
-        """Answer what was asked; a lesson that goes on is given up, and leaves the model whole."""
+        """Answer pending predictions; cancel a running lesson, which leaves the model unchanged."""
         await self.batcher.close()
         for lesson in list(self._lessons):
             lesson.cancel()
         await asyncio.gather(*self._lessons, return_exceptions=True)
 
-    async def _lesson(self, job: Job, examples: list[Example]) -> None:
+    async def _run_lesson(self, job: Job, examples: list[Example]) -> None:
         try:
-            async with self._changing:
-                await self._learned(job, examples)
+            async with self._write_lock:
+                await self._learn(job, examples)
         except asyncio.CancelledError:
-            job.change(state="failed", reason="The service was stopped.")
+            job.update(state="failed", reason="The service was stopped.")
             raise
         except CodaError as error:
-            job.change(state="failed", reason=str(error))
-        except Exception as error:  # noqa: BLE001 (a lesson that fails must not be silent)
-            job.change(state="failed", reason=f"{type(error).__name__}: {error}")
+            job.update(state="failed", reason=str(error))
+        except Exception as error:  # noqa: BLE001 (shown in the state of the job)
+            job.update(state="failed", reason=f"{type(error).__name__}: {error}")
 
-    async def _learned(self, job: Job, examples: list[Example]) -> None:
+    async def _learn(self, job: Job, examples: list[Example]) -> None:
+        learned, reason = await self._run_process(job, examples)
+        if reason is not None and await asyncio.to_thread(self._is_current):
+            job.update(state="failed", reason=reason)
+            return
+        self.current = await asyncio.to_thread(self._read)
+        if learned is None:  # the process died after it had saved the new version
+            learned = {**self.current.classifier.tasks_[-1], "seconds": time.time() - job.started}
+        job.update(
+            state="done", stage="done", share=1.0, seconds_left=0.0,
+            learned=learned, version=self.current.name,
+        )  # fmt: skip
+
+    async def _run_process(
+        self, job: Job, examples: list[Example]
+    ) -> tuple[dict[str, Any] | None, str | None]:
+        """Run the learning process; return its results and the reason if it failed."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", learning.__name__, str(self.folder), *filter(None, [self.method]),
@@ -181,40 +211,35 @@ class Service:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        errors = asyncio.create_task(process.stderr.read())
+        stderr = asyncio.create_task(process.stderr.read())
+        learned: dict[str, Any] | None = None
+        reason: str | None = None
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(learning.sent(examples))
+                process.stdin.write(learning.encode_examples(examples))
                 await process.stdin.drain()
                 process.stdin.close()
-            learned: dict[str, Any] | None = None
-            reason: str | None = None
             async for line in process.stdout:
-                told: dict[str, Any] = json.loads(line)
-                kind = told.pop("kind", None)
+                message: dict[str, Any] = json.loads(line)
+                kind = message.pop("kind", None)
                 if kind == "progress":
-                    job.change(**told)
+                    job.update(**message)
                 elif kind == "learned":
-                    learned = told
+                    learned = message
                 elif kind == "failed":
-                    reason = told["reason"]
+                    reason = message["reason"]
             code = await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        words = (await errors).decode("utf-8", "replace").strip()
-        if (code != 0 or learned is None) and await asyncio.to_thread(self._is_current):
-            last = words.splitlines()[-1][:LAST_WORDS] if words else f"exit code {code}"
-            job.change(state="failed", reason=reason or f"The learning process died ({last}).")
-            return
-        self.current = await asyncio.to_thread(self._read)
-        if learned is None:  # it died after the lesson had been saved
-            learned = {**self.current.classifier.tasks_[-1], "seconds": time.time() - job.began}
-        job.change(state="done", stage="done", share=1.0, seconds_left=0.0,
-                   learned=learned, version=self.current.name)  # fmt: skip
+        lines = (await stderr).decode("utf-8", "replace").strip().splitlines()
+        if (code != 0 or learned is None) and reason is None:
+            last = lines[-1][:MAX_REASON_LENGTH] if lines else f"exit code {code}"
+            reason = f"The learning process died ({last})."
+        return learned, reason
 
-    # -- the folder
+    # -- model folder
 
     def _read(self) -> Version:
         classifier = ContinualClassifier.load(self.folder, method=self.method, device=self.device)
@@ -223,7 +248,7 @@ class Service:
         return Version(name, classifier, tuple(classifier.classes_))
 
     def _is_current(self) -> bool:
-        """Whether the model on disk is the one that answers."""
+        """Return whether the current version is the one on disk."""
         digest = store.model_sha256(self.folder) or ""
         return self.current.name.endswith(f"-{digest[:8]}")
 

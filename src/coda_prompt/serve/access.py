@@ -1,0 +1,110 @@
+"""Access control in front of every route: host, origin, token, request size and time.
+
+Starlette's TrustedHostMiddleware is not used: it answers with plain text instead of a problem
+document, and before Starlette 1.0 it does not parse IPv6 hosts (`[::1]:8000`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coda_prompt.serve.problems import request_error_response
+from coda_prompt.serve.uploads import MAX_REQUEST_BYTES, RequestError
+
+MAX_SECONDS_BETWEEN_CHUNKS = 20.0
+"""A client that pauses longer in the middle of a request body gets status 408."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class AccessPolicy:
+    """Who may use the service."""
+
+    token: str | None = None
+    """Bearer token for /v1 and /metrics; None: no token needed."""
+    hosts: tuple[str, ...] | None = LOOPBACK
+    """Accepted Host headers, against DNS rebinding; None: any."""
+
+    def check(self, scope: Scope) -> None:
+        """Raise RequestError if the policy does not allow the request."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self.hosts is not None and _parse_url(f"//{host}").hostname not in self.hosts:
+            raise RequestError(403, "The Host header is not an address of this service.")
+        origin = headers.get("origin")
+        read_only = scope["method"] in ("GET", "HEAD", "OPTIONS")
+        if not read_only and origin is not None and _parse_url(origin).netloc != host:
+            raise RequestError(403, "Requests from pages of other sites are not allowed.")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > MAX_REQUEST_BYTES:
+            raise _too_large()
+        if self.token is not None and scope["path"].startswith(("/v1", "/metrics")):
+            token = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(token.encode("latin-1"), self.token.encode()):
+                raise RequestError(401, "Send the token: 'Authorization: Bearer TOKEN'.")
+
+
+class AccessMiddleware:
+    """Enforces an AccessPolicy and the limits on request bodies."""
+
+    def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
+        self.app, self.policy = app, policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        response_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal response_started
+            response_started = True
+            await send(message)
+
+        try:
+            self.policy.check(scope)
+            await self.app(scope, _limited(receive), send_and_note)
+        except RequestError as error:
+            if response_started:
+                raise
+            await request_error_response(error)(scope, receive, send)
+
+
+def _limited(receive: Receive) -> Receive:
+    """Limit the size of a body and the time between its chunks."""
+    received, complete = 0, False
+
+    async def limited() -> Message:
+        nonlocal received, complete
+        if complete:  # the next message is the disconnect, whenever that happens
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), MAX_SECONDS_BETWEEN_CHUNKS)
+        except asyncio.TimeoutError:
+            raise RequestError(408, "The request body did not arrive in time.") from None
+        complete = not message.get("more_body", False)
+        received += len(message.get("body", b""))
+        if received > MAX_REQUEST_BYTES:
+            raise _too_large()
+        return message
+
+    return limited
+
+
+def _too_large() -> RequestError:
+    return RequestError(413, f"The request body is larger than {MAX_REQUEST_BYTES:,} bytes.")
+
+
+def _parse_url(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.hostname  # raises ValueError for malformed hosts
+    except ValueError:
+        raise RequestError(403, "The Host or Origin header is malformed.") from None
+    return parts

@@ -1,0 +1,90 @@
+"""Errors as problem documents (RFC 9457, `application/problem+json`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from coda_prompt.errors import BadImage, BadImages, CodaError, FolderBusy, NothingToUndo
+from coda_prompt.serve.schemas import Problem
+from coda_prompt.serve.uploads import RequestError
+
+log = logging.getLogger(__name__)
+
+TITLES = {
+    400: "Bad request",
+    401: "Token required",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Request timeout",
+    409: "Conflict",
+    413: "Too large",
+    415: "Unsupported media type",
+    422: "Invalid content",
+    429: "Too many requests",
+    503: "Unavailable",
+    504: "Timeout",
+}
+
+
+def problem_response(
+    status: int, detail: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return a problem document."""
+    problem = Problem(title=TITLES.get(status, "Error"), status=status, detail=detail)
+    return JSONResponse(
+        problem.model_dump(), status, dict(headers or {}), "application/problem+json"
+    )
+
+
+def request_error_response(error: RequestError) -> JSONResponse:
+    """Return a refused request as a problem document."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return problem_response(error.status, str(error), headers)
+
+
+def validation_message(errors: Any) -> str:
+    """Return the first of pydantic's errors as a sentence."""
+    first = errors[0]
+    field = ".".join(str(part) for part in first["loc"]) or "the body"
+    return f"{field}: {first['msg']}."
+
+
+def add_exception_handlers(app: FastAPI) -> None:
+    """Answer every error of the routes with a problem document."""
+
+    @app.exception_handler(RequestError)
+    async def request_error(_: Request, error: RequestError) -> JSONResponse:
+        return request_error_response(error)
+
+    @app.exception_handler(CodaError)
+    async def coda_error(_: Request, error: CodaError) -> JSONResponse:
+        if isinstance(error, NothingToUndo):
+            return problem_response(409, "There is no earlier version to restore.")
+        if isinstance(error, FolderBusy):
+            return problem_response(409, str(error))
+        return problem_response(422 if isinstance(error, BadImage | BadImages) else 503, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
+        return problem_response(422, validation_message(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        return problem_response(error.status_code, f"{error.detail}.", error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected_error(_: Request, error: Exception) -> JSONResponse:
+        log.error("unexpected error", exc_info=error)
+        return problem_response(500, "Internal error; see the log of the service.")

@@ -1,0 +1,134 @@
+"""Requests and responses of the HTTP service as pydantic models, and their OpenAPI entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from coda_prompt.serve.uploads import MAX_IMAGES_LEARN, MAX_IMAGES_PREDICT
+
+
+class ImageData(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    data: str = Field(description="An image file as base64 or as a data URL.")
+
+
+class LabelledImageData(ImageData):
+    label: str = Field(description="Class name.")
+
+
+class PredictRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    images: list[ImageData] = Field(min_length=1, max_length=MAX_IMAGES_PREDICT)
+
+
+class LearnRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    images: list[LabelledImageData] = Field(min_length=1, max_length=MAX_IMAGES_LEARN)
+
+
+class Candidate(BaseModel):
+    label: str
+    probability: float
+
+
+class Prediction(BaseModel):
+    label: str | None = Field(description="The most likely class; null if `unknown`.")
+    unknown: bool = Field(description="Whether `probability` is below `unknown_below`.")
+    best: str = Field(description="The most likely class, unknown or not.")
+    probability: float = Field(description="The probability of `best`.")
+    top: list[Candidate] = Field(description="The most likely classes in descending order.")
+
+
+class Predictions(BaseModel):
+    version: str = Field(description="The model version that made the predictions.")
+    predictions: list[Prediction]
+
+
+class JobState(BaseModel):
+    id: str
+    state: str = Field(description="`running`, `done` or `failed`.")
+    stage: str
+    share: float = Field(description="Progress of the stage, from 0 to 1.")
+    seconds_left: float | None
+    images: int
+    classes: list[str]
+    reason: str | None = Field(description="Why the lesson failed.")
+    learned: dict[str, Any] | None = Field(description="Results of a finished lesson.")
+    version: str | None = Field(description="The model version after the lesson.")
+
+
+class Classes(BaseModel):
+    version: str
+    classes: list[str] = Field(description="Class names in the order they were learned.")
+
+
+class ModelInfo(BaseModel):
+    version: str
+    method: str
+    backbone: str
+    tasks: list[dict[str, Any]]
+    can_undo: bool
+    learning: bool
+
+
+class Problem(BaseModel):
+    """Problem details as in RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem, "content": {"application/problem+json": {}}}
+    for status in (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 504)
+}
+
+# FastAPI declares one content type per route. These routes accept JSON or a form, so the body is
+# read in requests.py and declared here.
+
+
+def _request_body(
+    model: type[BaseModel], form: dict[str, Any], required: list[str]
+) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    form_schema = {"type": "object", "properties": form, "required": required}
+    content = {
+        "application/json": {"schema": reference},
+        "multipart/form-data": {"schema": form_schema},
+    }
+    return {"requestBody": {"content": content, "required": True}}
+
+
+_FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
+PREDICT_BODY = _request_body(PredictRequest, {"images": _FILES}, ["images"])
+LEARN_BODY = _request_body(
+    LearnRequest,
+    {
+        "images": _FILES,
+        "labels": {"type": "array", "items": {"type": "string"}},
+        "archive": {
+            "type": "string",
+            "format": "binary",
+            "description": "A zip file with one folder per class, instead of images and labels.",
+        },
+    },
+    [],
+)
+
+
+def add_request_schemas(document: dict[str, Any]) -> dict[str, Any]:
+    """Add the models that PREDICT_BODY and LEARN_BODY refer to to an OpenAPI document."""
+    _, schema = models_json_schema(
+        [(PredictRequest, "validation"), (LearnRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
+    )
+    document["components"]["schemas"].update(schema["$defs"])
+    return document
