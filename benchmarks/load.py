@@ -27,7 +27,7 @@ import numpy as np
 from speed import machine, show
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.cli.serve import DEMO
+from coda_prompt.cli.serve import DEMO_MODEL
 from coda_prompt.storage.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -154,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO) as demo:
+        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as demo:
             shutil.copytree(demo, folder)
         images, _ = drawings(range(40), 2, test=True)
         bodies = [png(image) for image in images]

@@ -82,28 +82,28 @@ def ring(rng: random.Random) -> list[list[tuple[float, float]]]:
              for t in range(27)]]  # fmt: skip
 
 
-def guesses(page: Any) -> list[str]:
-    return page.locator("#guesses .name").all_inner_texts()
+def predictions(page: Any) -> list[str]:
+    return page.locator("#predictions .name").all_inner_texts()
 
 
-def wait_for_guess(page: Any, name: str) -> None:
+def wait_for_prediction(page: Any, name: str) -> None:
     page.wait_for_function(
-        "name => document.querySelector('#guesses .name')?.textContent === name", arg=name
+        "name => document.querySelector('#predictions .name')?.textContent === name", arg=name
     )
 
 
 def test_guesses_change_while_one_draws(page: Any) -> None:
     draw(page, ring(random.Random(0)))
-    page.wait_for_selector("#guesses li")
-    first = page.locator("#guesses").inner_text()
-    assert len(guesses(page)) == 5
+    page.wait_for_selector("#predictions li")
+    first = page.locator("#predictions").inner_text()
+    assert len(predictions(page)) == 5
     draw(page, [[(0.1, 0.1), (0.9, 0.9)], [(0.1, 0.9), (0.9, 0.1)]])
     page.wait_for_function(
-        "before => document.querySelector('#guesses').innerText !== before", arg=first
+        "before => document.querySelector('#predictions').innerText !== before", arg=first
     )
     page.click("#undo-stroke")
     page.click("#clear")
-    page.wait_for_function("document.querySelectorAll('#guesses li').length === 0")
+    page.wait_for_function("document.querySelectorAll('#predictions li').length === 0")
 
 
 def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
@@ -114,10 +114,10 @@ def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
         if name in known:
             path = tmp_path / "drawing.png"
             SOURCE.test.image(place).save(path)
-            page.set_input_files("#ask-file", path)
-            page.wait_for_selector("#guesses li")
+            page.set_input_files("#predict-file", path)
+            page.wait_for_selector("#predictions li")
             page.wait_for_timeout(300)
-            if guesses(page)[0] == name:
+            if predictions(page)[0] == name:
                 return path, name
     raise AssertionError("it knows none of its own classes")
 
@@ -140,33 +140,33 @@ def test_teaching_two_classes_and_undoing_it(page: Any, tmp_path: Path) -> None:
     page.wait_for_selector("#progress:not([hidden])")
     page.wait_for_function("document.querySelector('#report').textContent.startsWith('Learned')")
     assert "Old classes" in page.locator("#report").inner_text()
-    page.wait_for_function("document.querySelectorAll('#classes li.fresh').length === 2")
+    page.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 2")
     for name, shape in shapes.items():
         page.click("#clear")
         draw(page, shape(random.Random(99)))
-        wait_for_guess(page, name)
+        wait_for_prediction(page, name)
     if SHOTS:
         page.screenshot(path=f"{SHOTS}/taught.png", full_page=True)
-    page.set_input_files("#ask-file", path)
-    wait_for_guess(page, old)
+    page.set_input_files("#predict-file", path)
+    wait_for_prediction(page, old)
     page.click("#undo")
-    page.wait_for_function("document.querySelectorAll('#classes li.fresh').length === 0")
+    page.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 0")
     assert not set(shapes) & set(page.locator("#classes li").all_inner_texts())
     draw(page, zigzag(random.Random(99)))
     page.wait_for_timeout(500)
-    assert "my zigzag" not in guesses(page)
+    assert "my zigzag" not in predictions(page)
 
 
 def test_mistakes_are_told_in_sentences(page: Any, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.png"
     wrong.write_text("no image")
-    page.set_input_files("#ask-file", wrong)
+    page.set_input_files("#predict-file", wrong)
     page.wait_for_selector("#error:not([hidden])")
     assert "it is not an image that can be read" in page.locator("#error").inner_text()
     draw(page, ring(random.Random(0)))
     page.wait_for_selector("#error", state="hidden")
     page.click("#add")
-    assert "name first" in page.locator("#error").inner_text()
+    assert "class name first" in page.locator("#error").inner_text()
 
 
 def test_it_can_be_used_with_the_keyboard(page: Any) -> None:
@@ -178,7 +178,7 @@ def test_it_can_be_used_with_the_keyboard(page: Any) -> None:
     for _ in range(30):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id"))
-    assert {"canvas", "undo-stroke", "clear", "ask-file", "name", "add", "add-files"} <= reached
+    assert {"canvas", "undo-stroke", "clear", "predict-file", "name", "add", "add-files"} <= reached
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, input')].filter(e => !(e.textContent.trim() || "
         "e.getAttribute('aria-label') || e.labels?.length)).length"
@@ -196,7 +196,7 @@ def test_light_dark_and_phone(scheme: str, width: int, browser: Any) -> None:
         page.goto(str(client.base_url))
         page.wait_for_function("document.querySelectorAll('#classes li').length > 10")
         draw(page, ring(random.Random(0)))
-        page.wait_for_selector("#guesses li")
+        page.wait_for_selector("#predictions li")
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         bright = sum(int(part) for part in ground[4:-1].split(",")) > 380
         assert bright == (scheme == "light")
@@ -211,8 +211,8 @@ def test_a_token_can_be_given_on_the_page(browser: Any) -> None:
     with served(CODA_TOKEN="correct horse") as client:
         page = browser.new_context().new_page()
         page.goto(str(client.base_url))
-        page.wait_for_selector("#door:not([hidden])")
+        page.wait_for_selector("#token-form:not([hidden])")
         page.fill("#token", "correct horse")
-        page.click("#door button")
+        page.click("#token-form button")
         page.wait_for_function("document.querySelectorAll('#classes li').length > 10")
         assert NAMES[0] in page.locator("#classes").inner_text()

@@ -539,7 +539,7 @@ def test_mistakes_at_the_start_end_in_one_message(model: Path, tmp_path: Path) -
         ((str(model), "--token", "short"), "at least 8"),
         ((str(tmp_path / "nowhere"),), "coda learn"),
         ((str(model), "--host", "no.such.host.invalid"), "CODA_TOKEN"),
-        ((str(model), "--host", "203.0.113.1", "--token", "long enough"), "listened on"),
+        ((str(model), "--host", "203.0.113.1", "--token", "long enough"), "cannot listen on"),
     ):
         finished = coda("serve", *arguments)
         assert finished.returncode == 2, finished.stderr

@@ -1,7 +1,7 @@
-"""Random generators keyed by what they are for.
+"""Random generators keyed by seed and purpose.
 
-A stream of numbers is named by a seed and a key such as a task's number. Nothing has to be stored
-or replayed: a run that resumes, a worker or another process makes the same generator again.
+A generator is derived from a seed and a key such as a task number, so its state never has to be
+stored: a resumed run, a worker or another process derives the same generator again.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 
 def keyed_seed(seed: int, *key: int | str) -> int:
-    """A 63-bit seed for this key."""
+    """Derive a 63-bit seed from a seed and a key (SHA-256)."""
     text = "/".join(str(part) for part in (seed, *key))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator for this key."""
+    """Return a CPU generator for a seed and a key."""
     return torch.Generator().manual_seed(keyed_seed(seed, *key))

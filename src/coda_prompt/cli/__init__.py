@@ -41,21 +41,22 @@ def _root(
     pass
 
 
-def _about(error: OSError) -> str:
-    """What the system refused: a full disk, a missing permission."""
-    where = f"{error.filename}: " if error.filename else ""
-    space = "Free some space and run the same command again; nothing finished is lost."
-    remedy = {
-        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), space),
-        errno.EACCES: "Check the permissions of this place.",
-        errno.EROFS: "Choose a place that can be written to.",
+def _describe(error: OSError) -> str:
+    """Return a message for an error of the file system, such as a full disk."""
+    path = f"{error.filename}: " if error.filename else ""
+    disk_full = "Free disk space and run the same command again; finished work is saved."
+    remedies = {
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), disk_full),
+        errno.EACCES: "Check the permissions of this path.",
+        errno.EROFS: "Choose a writable path.",
     }
-    return f"{where}{error.strerror or error}. {remedy.get(error.errno or 0, 'Check this place.')}"
+    remedy = remedies.get(error.errno or 0, "Check this path.")
+    return f"{path}{error.strerror or error}. {remedy}"
 
 
 def main() -> None:
-    """Run the command line; an error a user can cause ends in one message and its exit code."""
-    # Images beyond a limit of ours are refused in our own words.
+    """Run the command line; errors a user can cause end in one message and an exit code."""
+    # Large images are refused with a BadImage error of our own.
     warnings.filterwarnings("ignore", message=".*decompression bomb")
     try:
         app()
@@ -65,10 +66,10 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        typer.echo(f"coda: {escape_control_characters(_about(error))}", err=True)
+        typer.echo(f"coda: {escape_control_characters(_describe(error))}", err=True)
         sys.exit(CodaError.exit_code)
-    except (KeyboardInterrupt, SystemExit) as ended:
-        if isinstance(ended, SystemExit) and ended.code != Interrupted.exit_code:
+    except (KeyboardInterrupt, SystemExit) as exit_:
+        if isinstance(exit_, SystemExit) and exit_.code != Interrupted.exit_code:
             raise
         typer.echo("coda: Interrupted.", err=True)
         sys.exit(Interrupted.exit_code)

@@ -1,4 +1,4 @@
-"""Commands that list what can be named: methods, backbones."""
+"""Commands that list methods and backbones."""
 
 import json
 from typing import Annotated
@@ -15,15 +15,16 @@ app = typer.Typer()
 @app.command(epilog="Example: `coda methods coda-p`")
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="A method, or path/to/file.py:Class: show its options.")
+        str | None,
+        typer.Argument(help="Show the options of one method: a name or path/to/file.py:Class."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the methods, or the options of one."""
+    """List the methods, or the options of one method."""
     from coda_prompt.methods import METHODS, describe
 
-    chosen = [name] if name else list(METHODS)
-    descriptions = [describe(each) for each in chosen]
+    names = [name] if name else list(METHODS)
+    descriptions = [describe(each) for each in names]
     if as_json:
         typer.echo(json.dumps({"rows": descriptions}, indent=2))
         return
@@ -32,7 +33,7 @@ def methods(
         for option in descriptions[0]["options"]:
             table.add_row(option["name"], str(option["default"]), option["meaning"])
     else:
-        table = Table("method", "what it is")
+        table = Table("method", "description")
         for description in descriptions:
             table.add_row(description["name"], description["summary"])
     Console().print(table)
@@ -40,7 +41,7 @@ def methods(
 
 @app.command(epilog="Example: `coda backbones --json`")
 def backbones(as_json: AsJson = False) -> None:
-    """List the backbones that can be named; a path of a .safetensors file works too."""
+    """List the backbones. The path of a .safetensors file can be used instead of a name."""
     from coda_prompt.model.catalog import CATALOG
 
     if as_json:
@@ -52,5 +53,5 @@ def backbones(as_json: AsJson = False) -> None:
         return
     table = Table("name", "weights", "description")
     for entry in CATALOG.values():
-        table.add_row(entry.name, entry.repository or "in this package", entry.description)
+        table.add_row(entry.name, entry.repository or "built in", entry.description)
     Console().print(table)

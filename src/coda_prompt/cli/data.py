@@ -1,4 +1,4 @@
-"""Commands that prepare data: shards."""
+"""Command that prepares data: shards."""
 
 from typing import Annotated
 
@@ -17,21 +17,25 @@ def shards(
     data: Annotated[
         str,
         typer.Argument(
-            help="Class folders (with train/ and test/, or a fifth is set apart), or "
-            "`hub:owner/name`."
+            help="Folder with one subfolder per class, optionally below train/ and test/ (else a "
+            "fifth of the images is used for testing), or `hub:owner/name`."
         ),
     ],
-    out: Annotated[str, typer.Argument(help="Folder or address to write the shards to.")],
-    megabytes: Annotated[int, typer.Option(min=1, help="Of images in a shard, at most.")] = 256,
+    out: Annotated[str, typer.Argument(help="Folder or remote path for the shards.")],
+    megabytes: Annotated[int, typer.Option(min=1, help="Maximum size of a shard in MB.")] = 256,
 ) -> None:
-    """Pack images into tar shards, which can be read from afar, too.
+    """Pack images into tar shards, which can be read from remote storage.
 
-    A dataset of the hub is read as it comes and not kept on the disk. After a stop the same command
-    goes on.
+    A Hugging Face dataset is streamed and not stored on disk. After an interruption, run the same
+    command again to resume.
     """
     from coda_prompt.data.packing import pack
 
     if out.startswith("memory://"):
-        raise BadOption("coda shards", "out", "memory ends with the command; name another place")
+        raise BadOption(
+            "coda shards",
+            "out",
+            "memory:// ends with this command; use a folder or another remote path",
+        )
     written, images = pack(data, out, megabytes)
     typer.echo(f"{out}: {written} shards of {images} images", err=True)

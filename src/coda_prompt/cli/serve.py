@@ -19,10 +19,10 @@ from coda_prompt.errors import BadOption, MissingExtra
 
 app = typer.Typer()
 
-SHORTEST_TOKEN = 8
-MOST_CALLERS = 500
-"""Connections at a time; more are told to come later."""
-DEMO = "demo-model"
+MIN_TOKEN_LENGTH = 8
+MAX_CONNECTIONS = 500
+"""Further connections get status 503."""
+DEMO_MODEL = "demo-model"
 
 
 @app.command(
@@ -31,20 +31,24 @@ DEMO = "demo-model"
 )
 def serve(
     model: Annotated[
-        Path | None, typer.Argument(help="The model's folder; without: a copy of the demo model.")
+        Path | None,
+        typer.Argument(help="Model folder. Default: a temporary copy of the demo model."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this machine's need a token.")
+        str,
+        typer.Option(help="Address to listen on. Addresses other machines can reach need a token."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")
+    ] = 8000,
     token: Annotated[
-        str | None, typer.Option(envvar="CODA_TOKEN", help="What callers have to show.")
+        str | None, typer.Option(envvar="CODA_TOKEN", help="Token that clients must send.")
     ] = None,
-    batching: Annotated[bool, typer.Option(help="Gather concurrent requests.")] = True,
+    batching: Annotated[bool, typer.Option(help="Batch concurrent requests.")] = True,
     method: MethodFile = None,
     device: Device = "auto",
 ) -> None:
-    """Answer and learn over HTTP, with a page to draw, teach and see."""
+    """Serve a model over HTTP: predict, learn, and a web page to draw and teach."""
     try:
         import uvicorn
 
@@ -53,57 +57,58 @@ def serve(
         from coda_prompt.serve.service import Service
     except ModuleNotFoundError as error:
         raise MissingExtra("coda serve", "serve") from error
-    inside = host in LOOPBACK
-    if token is not None and len(token) < SHORTEST_TOKEN:
-        raise BadOption("coda serve", "token", f"take at least {SHORTEST_TOKEN} letters")
-    if not inside and token is None:
-        problem = f"{host} can be reached by others: set CODA_TOKEN to a secret first"
+    local = host in LOOPBACK
+    if token is not None and len(token) < MIN_TOKEN_LENGTH:
+        raise BadOption("coda serve", "token", f"use at least {MIN_TOKEN_LENGTH} characters")
+    if not local and token is None:
+        problem = f"other machines can reach {host}; set CODA_TOKEN to a secret"
         raise BadOption("coda serve", "token", problem)
-    policy = AccessPolicy(token, LOOPBACK if inside else None)
-    with _folder(model) as folder, _listening(host, port) as listener:
+    policy = AccessPolicy(token, LOOPBACK if local else None)
+    with _model_folder(model) as folder, _listen(host, port) as listener:
         service = make_app(Service(folder, batching=batching, device=device, method=method), policy)
-        name = f"[{host}]" if ":" in host else host
+        url_host = f"[{host}]" if ":" in host else host
         print_line(
-            stderr_console(), f"http://{name}:{listener.getsockname()[1]}/  (Ctrl-C ends it)"
+            stderr_console(),
+            f"http://{url_host}:{listener.getsockname()[1]}/  (press Ctrl-C to stop)",
         )
         config = uvicorn.Config(
             service,
             log_level="warning",
             timeout_graceful_shutdown=30,
-            limit_concurrency=MOST_CALLERS,
+            limit_concurrency=MAX_CONNECTIONS,
         )
-        # uvicorn ends by giving itself the signal again, which would leave the demo's copy behind.
+        # uvicorn raises the signal again after shutdown; exit normally to delete the demo copy.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         uvicorn.Server(config).run(sockets=[listener])
 
 
 @contextlib.contextmanager
-def _folder(model: Path | None) -> Iterator[Path]:
-    """The model's folder, or a copy of the demo model for as long as the service runs."""
+def _model_folder(model: Path | None) -> Iterator[Path]:
+    """Yield the model folder, or a temporary copy of the demo model."""
     if model is not None:
         yield model
         return
-    with tempfile.TemporaryDirectory(prefix="coda-demo-") as place:
-        folder = Path(place) / DEMO
-        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO) as original:
+    with tempfile.TemporaryDirectory(prefix="coda-demo-") as temporary:
+        folder = Path(temporary) / DEMO_MODEL
+        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as original:
             shutil.copytree(original, folder)
         print_line(
             stderr_console(),
-            f"A copy of the demo model in {folder}; it is gone when the service ends. To keep what "
-            "you teach, serve a model of your own: coda serve MODEL",
+            f"Serving a temporary copy of the demo model in {folder}, which is deleted at the end. "
+            "To save what you teach, serve a model of your own: coda serve MODEL",
         )
         yield folder
 
 
 @contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen()  # who calls between the address being said and the start waits
+            listener.listen()  # clients may connect as soon as the URL is printed
         except (OSError, OverflowError) as error:
-            problem = f"{host}:{port} cannot be listened on ({error})"
+            problem = f"cannot listen on {host}:{port} ({error})"
             raise BadOption("coda serve", "port", problem) from error
         yield listener

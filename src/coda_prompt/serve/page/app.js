@@ -1,20 +1,20 @@
-// Draw, teach, see. No dependency; everything comes from this service.
+// The page of `coda serve`: draw, see predictions, teach classes. No dependencies.
 
-const FEWEST = 5;
-const SIDE = 28;
+const MIN_EXAMPLES = 5; // per class
+const SKETCH_SIZE = 28; // pixels, as in the model's training sketches
 const element = (id) => document.getElementById(id);
 const canvas = element("canvas");
-const pen = canvas.getContext("2d");
+const canvasContext = canvas.getContext("2d");
 
 let strokes = [];
-let current = null;
+let currentStroke = null;
 let lesson = new Map(); // class -> [{blob, url}]
-let fresh = new Set();
+let newClasses = new Set(); // of the last lesson
 let learning = false;
-let asking = false;
-let askAgain = false;
+let predicting = false;
+let predictAgain = false;
 
-// -- the service
+// -- requests
 
 async function call(path, options = {}) {
   const headers = { ...(options.headers || {}) };
@@ -26,10 +26,10 @@ async function call(path, options = {}) {
   } catch {
     throw new Error("The service cannot be reached. Is it still running?");
   }
-  if (response.status === 401) element("door").hidden = false;
+  if (response.status === 401) element("token-form").hidden = false;
   if (!response.ok) {
     let detail = `The service answered ${response.status}.`;
-    try { detail = (await response.json()).detail || detail; } catch { /* no document */ }
+    try { detail = (await response.json()).detail || detail; } catch { /* no problem document */ }
     throw new Error(detail);
   }
   return response;
@@ -37,35 +37,35 @@ async function call(path, options = {}) {
 
 const json = async (path, options) => (await call(path, options)).json();
 
-// What one action complained of, only its own success or another complaint takes away.
-let complainer = null;
-function complain(error, who) {
-  if (!error && complainer !== who) return;
-  complainer = who;
-  const place = element("error");
-  place.textContent = error ? error.message : "";
-  place.hidden = !error;
+// An error stays visible until the action that caused it succeeds, or another action fails.
+let failedAction = null;
+function showError(error, action) {
+  if (!error && failedAction !== action) return;
+  failedAction = action;
+  const box = element("error");
+  box.textContent = error ? error.message : "";
+  box.hidden = !error;
 }
 
-const guarded = (act, who = act) => async (...given) => {
-  try { await act(...given); complain(null, complainer); } catch (error) { complain(error, who); }
+const showErrors = (action, owner = action) => async (...args) => {
+  try { await action(...args); showError(null, failedAction); } catch (error) { showError(error, owner); }
 };
 
 // -- drawing
 
-function place(event) {
+function canvasPoint(event) {
   const box = canvas.getBoundingClientRect();
   return [(event.clientX - box.left) * canvas.width / box.width,
           (event.clientY - box.top) * canvas.height / box.height];
 }
 
 function paint() {
-  pen.fillStyle = "#000";
-  pen.fillRect(0, 0, canvas.width, canvas.height);
-  trace(pen, strokes, 12);
+  canvasContext.fillStyle = "#000";
+  canvasContext.fillRect(0, 0, canvas.width, canvas.height);
+  drawLines(canvasContext, strokes, 12);
 }
 
-function trace(context, lines, width) {
+function drawLines(context, lines, width) {
   context.strokeStyle = context.fillStyle = "#fff";
   context.lineWidth = width;
   context.lineCap = context.lineJoin = "round";
@@ -78,71 +78,71 @@ function trace(context, lines, width) {
   }
 }
 
-// The drawing as the model's sketches are: white on black, filling a square of 28 pixels.
-function drawing(drawn) {
-  const points = drawn.flat();
+// Render strokes like the model's training sketches: white on black, scaled to fill a square.
+function renderSketch(strokes) {
+  const points = strokes.flat();
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
   const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-  const scale = 8, size = SIDE * scale, margin = 2.5 * scale;
+  const scale = 8, size = SKETCH_SIZE * scale, margin = 2.5 * scale;
   const span = Math.max(right - left, bottom - top, 24);
   const factor = (size - 2 * margin) / span;
   const shift = (value, from, to) => (value - (from + to) / 2) * factor + size / 2;
-  const lines = drawn.map((line) => line.map(([x, y]) => [shift(x, left, right), shift(y, top, bottom)]));
-  const large = new OffscreenCanvas(size, size);
-  const context = large.getContext("2d");
+  const lines = strokes.map((line) => line.map(([x, y]) => [shift(x, left, right), shift(y, top, bottom)]));
+  const sketch = new OffscreenCanvas(size, size);
+  const context = sketch.getContext("2d");
   context.fillStyle = "#000";
   context.fillRect(0, 0, size, size);
-  trace(context, lines, 1.7 * scale);
-  return large.convertToBlob({ type: "image/png" });
+  drawLines(context, lines, 1.7 * scale);
+  return sketch.convertToBlob({ type: "image/png" });
 }
 
 canvas.addEventListener("pointerdown", (event) => {
   event.preventDefault();
   canvas.setPointerCapture(event.pointerId);
-  current = [place(event)];
-  strokes.push(current);
+  currentStroke = [canvasPoint(event)];
+  strokes.push(currentStroke);
   paint();
 });
 canvas.addEventListener("pointermove", (event) => {
-  if (!current) return;
-  for (const each of event.getCoalescedEvents?.() ?? [event]) current.push(place(each));
+  if (!currentStroke) return;
+  for (const each of event.getCoalescedEvents?.() ?? [event]) currentStroke.push(canvasPoint(each));
   paint();
-  ask();
+  predictDrawing();
 });
 for (const kind of ["pointerup", "pointercancel"]) {
-  canvas.addEventListener(kind, () => { if (current) { current = null; ask(); } });
+  canvas.addEventListener(kind, () => { if (currentStroke) { currentStroke = null; predictDrawing(); } });
 }
-element("undo-stroke").onclick = () => { strokes.pop(); paint(); ask(); };
-element("clear").onclick = () => { strokes = []; paint(); ask(); };
+element("undo-stroke").onclick = () => { strokes.pop(); paint(); predictDrawing(); };
+element("clear").onclick = () => { strokes = []; paint(); predictDrawing(); };
 
-// -- guessing
+// -- predictions
 
-async function ask() {
-  if (asking) { askAgain = true; return; }
-  asking = true;
+async function predictDrawing() {
+  if (predicting) { predictAgain = true; return; }
+  predicting = true;
   try {
     do {
-      askAgain = false;
-      if (!strokes.length) { show(null); continue; }
-      show((await predicted([await drawing(strokes)])).predictions[0]);
-    } while (askAgain);
-    complain(null, ask);
+      predictAgain = false;
+      if (!strokes.length) { showPrediction(null); continue; }
+      showPrediction((await predict([await renderSketch(strokes)])).predictions[0]);
+    } while (predictAgain);
+    showError(null, predictDrawing);
   } catch (error) {
-    complain(error, ask);
+    showError(error, predictDrawing);
   } finally {
-    asking = false;
+    predicting = false;
   }
 }
 
-function predicted(blobs) {
+function predict(blobs) {
   const form = new FormData();
   for (const blob of blobs) form.append("images", blob, "image");
   return json("/v1/predict?top=5", { method: "POST", body: form });
 }
 
-function show(prediction) {
-  element("guess-hint").hidden = Boolean(prediction);
-  element("guesses").replaceChildren(...(prediction ? prediction.top : []).map(({ label, probability }) => {
+function showPrediction(prediction) {
+  element("prediction-hint").hidden = Boolean(prediction);
+  element("predictions").replaceChildren(...(prediction ? prediction.top : []).map(({ label, probability }) => {
     const row = document.createElement("li");
     const name = Object.assign(document.createElement("span"), { className: "name", textContent: label });
     const track = Object.assign(document.createElement("span"), { className: "track" });
@@ -156,7 +156,7 @@ function show(prediction) {
   }));
 }
 
-const askFiles = guarded(async (files) => {
+const predictFiles = showErrors(async (files) => {
   if (!files.length) return;
   strokes = [];
   const image = await createImageBitmap(files[0]).catch(() => null);
@@ -164,19 +164,19 @@ const askFiles = guarded(async (files) => {
   if (image) {
     const scale = Math.min(canvas.width / image.width, canvas.height / image.height);
     const [width, height] = [image.width * scale, image.height * scale];
-    pen.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+    canvasContext.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
   }
-  show((await predicted([files[0]])).predictions[0]);
-}, ask);
-element("ask-file").onchange = (event) => { askFiles([...event.target.files]); event.target.value = ""; };
+  showPrediction((await predict([files[0]])).predictions[0]);
+}, predictDrawing);
+element("predict-file").onchange = (event) => { predictFiles([...event.target.files]); event.target.value = ""; };
 canvas.addEventListener("dragover", (event) => event.preventDefault());
-canvas.addEventListener("drop", (event) => { event.preventDefault(); askFiles([...event.dataTransfer.files]); });
+canvas.addEventListener("drop", (event) => { event.preventDefault(); predictFiles([...event.dataTransfer.files]); });
 
 // -- teaching
 
-function named() {
+function className() {
   const name = element("name").value.trim();
-  if (!name) { element("name").focus(); throw new Error("Give the thing a name first."); }
+  if (!name) { element("name").focus(); throw new Error("Enter a class name first."); }
   return name;
 }
 
@@ -204,31 +204,31 @@ function showLesson() {
     });
     return strip;
   }));
-  const short = [...lesson].filter(([, examples]) => examples.length < FEWEST);
-  const ready = lesson.size > 0 && !short.length && !learning;
+  const incomplete = [...lesson].filter(([, examples]) => examples.length < MIN_EXAMPLES);
+  const ready = lesson.size > 0 && !incomplete.length && !learning;
   element("teach").disabled = !ready;
-  element("teach-hint").textContent = learning ? "Learning; guesses go on meanwhile."
-    : !lesson.size ? "Nothing to teach yet."
-    : short.length ? short.map(([name, examples]) => `${FEWEST - examples.length} more of “${name}”`).join(", ") + "."
-    : `Ready: ${[...lesson.keys()].join(", ")}.`;
+  element("teach-hint").textContent = learning ? "Training… predictions use the current model."
+    : !lesson.size ? "No examples yet."
+    : incomplete.length ? incomplete.map(([name, examples]) => `${MIN_EXAMPLES - examples.length} more of “${name}” needed`).join(", ") + "."
+    : `Ready to teach: ${[...lesson.keys()].join(", ")}.`;
 }
 
-element("lesson").onsubmit = guarded(async (event) => {
+element("lesson").onsubmit = showErrors(async (event) => {
   event.preventDefault();
-  const name = named();
+  const name = className();
   if (!strokes.length) throw new Error("Draw an example first.");
-  const taken = strokes;
+  const example = strokes;
   strokes = [];
   paint();
-  show(null);
-  addExample(name, await drawing(taken));
+  showPrediction(null);
+  addExample(name, await renderSketch(example));
 });
-const addFiles = guarded(async (files) => { const name = named(); for (const file of files) addExample(name, file); });
+const addFiles = showErrors(async (files) => { const name = className(); for (const file of files) addExample(name, file); });
 element("add-files").onchange = (event) => { addFiles([...event.target.files]); event.target.value = ""; };
 element("strips").parentElement.addEventListener("dragover", (event) => event.preventDefault());
 element("strips").parentElement.addEventListener("drop", (event) => { event.preventDefault(); addFiles([...event.dataTransfer.files]); });
 
-element("teach").onclick = guarded(async () => {
+element("teach").onclick = showErrors(async () => {
   const form = new FormData();
   for (const [name, examples] of lesson) {
     for (const { blob } of examples) { form.append("images", blob, "image"); form.append("labels", name); }
@@ -250,68 +250,68 @@ element("teach").onclick = guarded(async () => {
 async function follow(number) {
   const reader = (await call(`/v1/jobs/${number}/events`)).body.getReader();
   const text = new TextDecoder();
-  let held = "", job = null;
+  let buffer = "", job = null;
   for (;;) {
     const { done, value } = await reader.read().catch(() => ({ done: true }));
     if (done) break;
-    held += text.decode(value, { stream: true });
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) { job = JSON.parse(part.replace(/^data: /, "")); progress(job); }
+    buffer += text.decode(value, { stream: true });
+    const parts = buffer.split("\n\n");
+    buffer = parts.pop();
+    for (const part of parts) { job = JSON.parse(part.replace(/^data: /, "")); showProgress(job); }
   }
-  if (!job || job.state === "running") throw new Error("The service stopped in the middle of the lesson.");
-  if (job.state === "failed") throw new Error(`It could not learn this: ${job.reason}`);
-  fresh = new Set(job.learned.new);
+  if (!job || job.state === "running") throw new Error("The service stopped during the lesson.");
+  if (job.state === "failed") throw new Error(`The lesson failed: ${job.reason}`);
+  newClasses = new Set(job.learned.new);
   lesson = new Map();
   const { kept, held_out, accuracy_own, seconds } = job.learned;
   const percent = (share) => `${(100 * share).toFixed(0)} %`;
   element("report").textContent = [
     `Learned ${[...job.learned.new, ...job.learned.continued].join(", ")} in ${seconds.toFixed(0)} s.`,
-    held_out ? `On ${held_out} held-out examples it is right ${percent(accuracy_own)} of the time among these.` : "",
-    kept ? `Old classes: ${percent(kept.before)} right before, ${percent(kept.after)} now (test drawings of ${kept.classes}).` : "",
+    held_out ? `Accuracy on ${held_out} validation examples: ${percent(accuracy_own)}.` : "",
+    kept ? `Old classes (${kept.classes}, test drawings): ${percent(kept.before)} before, ${percent(kept.after)} now.` : "",
   ].filter(Boolean).join(" ");
   await refresh();
-  ask();
+  predictDrawing();
 }
 
-function progress({ stage, share, seconds_left }) {
-  const words = { starting: "Starting", looking: "Looking at the images", learning: "Learning", saving: "Saving", done: "Done" };
+function showProgress({ stage, share, seconds_left }) {
+  const stages = { starting: "Starting", looking: "Reading images", learning: "Training", saving: "Saving", done: "Done" };
   element("progress").value = share;
   const left = seconds_left ? `, about ${Math.ceil(seconds_left)} s left` : "";
-  element("report").textContent = `${words[stage] ?? stage}${left}…`;
+  element("report").textContent = `${stages[stage] ?? stage}${left}…`;
 }
 
-element("undo").onclick = guarded(async () => {
+element("undo").onclick = showErrors(async () => {
   await json("/v1/undo", { method: "POST" });
-  fresh = new Set();
-  element("report").textContent = "The last lesson is undone.";
+  newClasses = new Set();
+  element("report").textContent = "Last lesson undone.";
   await refresh();
-  ask();
+  predictDrawing();
 });
 
-// -- what it knows
+// -- learned classes
 
 async function refresh() {
   const [model, { classes }] = await Promise.all([json("/v1/model"), json("/v1/classes")]);
   element("about").textContent = `${model.method} on ${model.backbone}, version ${model.version}, ${model.tasks.length} lessons`;
   element("count").textContent = `(${classes.length} classes)`;
   element("undo").disabled = !model.can_undo;
-  const first = (name) => (fresh.has(name) ? 0 : 1);
-  const sorted = [...classes].sort((one, other) => first(one) - first(other));
+  const first = (name) => (newClasses.has(name) ? 0 : 1);
+  const sorted = [...classes].sort((a, b) => first(a) - first(b));
   element("classes").replaceChildren(...sorted.map((name) => {
-    const item = Object.assign(document.createElement("li"), { textContent: fresh.has(name) ? `${name} · new` : name });
-    if (fresh.has(name)) item.className = "fresh";
+    const item = Object.assign(document.createElement("li"), { textContent: newClasses.has(name) ? `${name} · new` : name });
+    if (newClasses.has(name)) item.className = "new-class";
     return item;
   }));
 }
 
-element("door").onsubmit = guarded(async (event) => {
+element("token-form").onsubmit = showErrors(async (event) => {
   event.preventDefault();
   sessionStorage.setItem("token", element("token").value);
-  element("door").hidden = true;
+  element("token-form").hidden = true;
   await refresh();
 });
 
 paint();
 showLesson();
-guarded(refresh)();
+showErrors(refresh)();
