@@ -1,4 +1,4 @@
-"""A service in its own process, as a user starts it."""
+"""Run `coda serve` in a process of its own, as a user does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Files = list[tuple[str, tuple[str, bytes]]]
 
 @contextlib.contextmanager
 def served(*arguments: str, before: str = "", **environment: str) -> Iterator[httpx.Client]:
-    """A client of `coda serve ARGUMENTS`; `before` is Python run first, for limits."""
+    """Yield a client of `coda serve ARGUMENTS`; `before` is Python code that runs first."""
     command = list(CODA)
     command[-1] = before + command[-1]
     process = subprocess.Popen(
@@ -33,8 +33,8 @@ def served(*arguments: str, before: str = "", **environment: str) -> Iterator[ht
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     try:
-        address = _address(process)
-        with httpx.Client(base_url=address, timeout=60) as client:
+        url = _wait_for_url(process)
+        with httpx.Client(base_url=url, timeout=60) as client:
             client.pid = process.pid  # type: ignore[attr-defined]
             yield client
     finally:
@@ -46,27 +46,27 @@ def served(*arguments: str, before: str = "", **environment: str) -> Iterator[ht
             process.wait()
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _wait_for_url(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
-    told = ""
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(process.stderr, selectors.EVENT_READ)
+    output = ""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stderr, selectors.EVENT_READ)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if waiting.select(1):
+            if selector.select(1):
                 line = process.stderr.readline()
-                told += line
-                if found := re.search(r"http://\S+", line):
-                    return found[0]
+                output += line
+                if match := re.search(r"http://\S+", line):
+                    return match[0]
                 if not line:
                     break
-    raise AssertionError(f"the service did not start: {told}")
+    raise AssertionError(f"the service did not start: {output}")
 
 
 def png(pixels: Any) -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(np.asarray(pixels)).save(held, "PNG")
-    return held.getvalue()
+    buffer = io.BytesIO()
+    Image.fromarray(np.asarray(pixels)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def files(images: Any) -> Files:
@@ -80,8 +80,8 @@ def teach(client: httpx.Client, images: Any, labels: list[str]) -> dict[str, Any
     return job
 
 
-def ended(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    """The job when it has ended."""
+def wait_for_job(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
+    """Wait until a lesson has ended and return its state."""
     deadline = time.monotonic() + 120
     while job["state"] == "running":
         assert time.monotonic() < deadline
@@ -91,8 +91,5 @@ def ended(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def children_of(pid: int) -> list[int]:
-    held = Path(f"/proc/{pid}/task")
-    found = []
-    for task in held.iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: as a process, with its exit codes and streams."""
+"""The command line as a process: exit codes, standard output and standard error."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_help_does_not_load_torch() -> None:
     assert done.stdout.split() == ["0", "False"]
 
 
-def test_ctrl_c_before_the_work_is_told_in_a_word(
+def test_ctrl_c_before_any_work_ends_in_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(*_: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packing, "pack", stopped)
+    monkeypatch.setattr(packing, "pack", interrupted)
     monkeypatch.setattr(sys, "argv", ["coda", "shards", "photos", "shards"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -67,7 +67,7 @@ def test_asked_twice_a_process_ends_unless_another_one_ends_it(
                 signal.raise_signal(signal.SIGINT)
 
 
-def test_methods_as_json_are_all_there_with_their_options() -> None:
+def test_methods_as_json_lists_all_methods_with_options() -> None:
     done = coda("methods", "--json")
     rows = json.loads(done.stdout)["rows"]
     assert [row["name"] for row in rows] == list(METHODS)
@@ -90,7 +90,7 @@ def test_backbones_as_json() -> None:
         (("metods",), "metods"),
     ],
 )
-def test_a_mistake_ends_in_one_message_and_exit_code_2(
+def test_user_error_ends_in_one_message_and_exit_code_2(
     arguments: tuple[str, ...], message: str
 ) -> None:
     done = coda(*arguments)

@@ -1,4 +1,4 @@
-"""Imports point one way: errors, metrics <- model, data <- methods <- training <- learner <- …"""
+"""Imports point one way: storage <- model, data <- methods <- training <- learner <- ... <- cli."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    found = set()
+def imported_packages(path: Path) -> set[str]:
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
@@ -35,30 +35,30 @@ def imported_rooms(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        own = [name.split(".") for name in names if name.split(".")[0] == "coda_prompt"]
-        found |= {parts[1] for parts in own if len(parts) > 1 and not parts[1].startswith("__")}
-    return found
+        ours = [name.split(".") for name in names if name.split(".")[0] == "coda_prompt"]
+        packages |= {parts[1] for parts in ours if len(parts) > 1 and not parts[1].startswith("__")}
+    return packages
 
 
-def arrows() -> list[tuple[str, str]]:
+def imports() -> list[tuple[str, str]]:
     files = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
-    return [(room(path), target) for path in files for target in imported_rooms(path)]
+    return [(package_of(path), target) for path in files for target in imported_packages(path)]
 
 
-def test_every_module_has_its_room() -> None:
-    rooms = {room(path) for path in ROOT.rglob("*.py")} - {"__init__", "assets"}
-    assert rooms <= LEVEL.keys()
+def test_every_package_has_a_layer() -> None:
+    packages = {package_of(path) for path in ROOT.rglob("*.py")} - {"__init__", "assets"}
+    assert packages <= LEVEL.keys()
 
 
 def test_imports_point_one_way() -> None:
-    found = arrows()
-    assert len(found) > 20
+    pairs = imports()
+    assert len(pairs) > 20
     wrong = [
         (source, target)
-        for source, target in found
+        for source, target in pairs
         if source != target and LEVEL[target] >= LEVEL[source] and LEVEL[source] > 0
     ]
-    bottom = [(s, t) for s, t in found if LEVEL[s] == 0 and LEVEL[t] > 0]
+    bottom = [(s, t) for s, t in pairs if LEVEL[s] == 0 and LEVEL[t] > 0]
     assert wrong + bottom == []
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: draw, see, teach, undo; Debian's Chromium through Playwright."""
+"""The web page in a real browser: draw, predict, teach, undo (Chromium through Playwright)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUIET = [
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
 SHOTS = os.environ.get("CODA_SCREENSHOTS")
-"""A folder for pictures of the page, to be looked at."""
+"""A folder for screenshots of the page."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """The demo model's page; an error in its script fails the test."""
+    """The page of the demo model; a JavaScript error fails the test."""
     with served() as client:
         context = browser.new_context(viewport={"width": 1100, "height": 900})
         found = context.new_page()
@@ -51,7 +51,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def draw(page: Any, lines: list[list[tuple[float, float]]]) -> None:
-    """With the mouse, in shares of the canvas."""
+    """Draw with the mouse; coordinates are fractions of the canvas."""
     box = page.locator("#canvas").bounding_box()
     for line in lines:
         points = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in line]
@@ -69,11 +69,11 @@ def zigzag(rng: random.Random) -> list[list[tuple[float, float]]]:
 
 
 def grid(rng: random.Random) -> list[list[tuple[float, float]]]:
-    def place(n: int) -> float:
+    def position(n: int) -> float:
         return 0.15 + 0.7 * n / 3 + rng.uniform(-0.02, 0.02)
 
-    down = [[(place(n), 0.12), (place(n), 0.88)] for n in range(4)]
-    return down + [[(0.12, place(n)), (0.88, place(n))] for n in range(4)]
+    down = [[(position(n), 0.12), (position(n), 0.88)] for n in range(4)]
+    return down + [[(0.12, position(n)), (0.88, position(n))] for n in range(4)]
 
 
 def ring(rng: random.Random) -> list[list[tuple[float, float]]]:
@@ -92,7 +92,7 @@ def wait_for_prediction(page: Any, name: str) -> None:
     )
 
 
-def test_guesses_change_while_one_draws(page: Any) -> None:
+def test_predictions_update_while_drawing(page: Any) -> None:
     draw(page, ring(random.Random(0)))
     page.wait_for_selector("#predictions li")
     first = page.locator("#predictions").inner_text()
@@ -107,7 +107,7 @@ def test_guesses_change_while_one_draws(page: Any) -> None:
 
 
 def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
-    """A test drawing of a class of the demo model that the model knows."""
+    """Save a test drawing that the demo model predicts correctly; return its path and class."""
     known = set(page.locator("#classes li").all_inner_texts())
     for place, label in enumerate(SOURCE.test.labels):
         name = SOURCE.class_names[label]
@@ -119,10 +119,10 @@ def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
             page.wait_for_timeout(300)
             if predictions(page)[0] == name:
                 return path, name
-    raise AssertionError("it knows none of its own classes")
+    raise AssertionError("the demo model predicts no test drawing correctly")
 
 
-def test_teaching_two_classes_and_undoing_it(page: Any, tmp_path: Path) -> None:
+def test_teach_two_classes_and_undo(page: Any, tmp_path: Path) -> None:
     path, old = demo_image(page, tmp_path)
     rng = random.Random(1)
     shapes = {"my zigzag": zigzag, "my grid": grid}
@@ -157,7 +157,7 @@ def test_teaching_two_classes_and_undoing_it(page: Any, tmp_path: Path) -> None:
     assert "my zigzag" not in predictions(page)
 
 
-def test_mistakes_are_told_in_sentences(page: Any, tmp_path: Path) -> None:
+def test_errors_are_shown(page: Any, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.png"
     wrong.write_text("no image")
     page.set_input_files("#predict-file", wrong)
@@ -169,7 +169,7 @@ def test_mistakes_are_told_in_sentences(page: Any, tmp_path: Path) -> None:
     assert "class name first" in page.locator("#error").inner_text()
 
 
-def test_it_can_be_used_with_the_keyboard(page: Any) -> None:
+def test_keyboard_navigation(page: Any) -> None:
     page.focus("#name")
     page.keyboard.type("thing")
     page.keyboard.press("Enter")
@@ -187,7 +187,7 @@ def test_it_can_be_used_with_the_keyboard(page: Any) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 1100), ("light", 390)])
-def test_light_dark_and_phone(scheme: str, width: int, browser: Any) -> None:
+def test_light_dark_and_phone_layout(scheme: str, width: int, browser: Any) -> None:
     with served() as client:
         context = browser.new_context(
             color_scheme=scheme, viewport={"width": width, "height": 844}, has_touch=width < 500
@@ -207,7 +207,7 @@ def test_light_dark_and_phone(scheme: str, width: int, browser: Any) -> None:
         context.close()
 
 
-def test_a_token_can_be_given_on_the_page(browser: Any) -> None:
+def test_token_can_be_entered_on_the_page(browser: Any) -> None:
     with served(CODA_TOKEN="correct horse") as client:
         page = browser.new_context().new_page()
         page.goto(str(client.base_url))

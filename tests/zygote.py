@@ -1,7 +1,7 @@
-"""A process that has imported everything once, and runs each command in a fork of itself.
+"""A process that imports everything once and runs each command in a fork of itself.
 
-Importing torch and Fabric takes seconds, which every command would pay for again; all else is the
-same. It is asked over pipes, a line of JSON each; small.py starts it.
+Importing torch and Fabric takes seconds, which every command would pay again. small.py starts this
+process and sends it one JSON line per command.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import traceback
 from typing import Any
 
 
-def run(asked: dict[str, Any]) -> int:
-    """In the fork: the command as if it had been started."""
-    os.chdir(asked["cwd"])
-    for number, path in enumerate(asked["files"]):
+def run(request: dict[str, Any]) -> int:
+    """In the fork: run the command as a new process would and return its exit code."""
+    os.chdir(request["cwd"])
+    for number, path in enumerate(request["files"]):
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY
         os.dup2(os.open(path, flags), number)
-    sys.argv = ["coda", *asked["arguments"]]
+    sys.argv = ["coda", *request["arguments"]]
     code: Any = 0
     try:
         main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # noqa: BLE001 (as the interpreter would)
+    except SystemExit as exit_:
+        code = exit_.code
+    except BaseException:  # noqa: BLE001 (like the interpreter)
         traceback.print_exc()
         code = 1
     atexit._run_exitfuncs()
@@ -39,10 +39,10 @@ def run(asked: dict[str, Any]) -> int:
 def serve() -> None:
     requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     for line in requests:
-        asked = json.loads(line)
+        request = json.loads(line)
         child = os.fork()
         if child == 0:
-            os._exit(run(asked))
+            os._exit(run(request))
         answers.write(f"{child}\n")
         answers.flush()
         _, status = os.waitpid(child, 0)
