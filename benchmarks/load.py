@@ -32,7 +32,7 @@ from coda_prompt.storage.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from drawings import drawings  # type: ignore[import-not-found]
-from serving import ended, png, served, teach  # type: ignore[import-not-found]
+from serving import png, served, teach, wait_for_job  # type: ignore[import-not-found]
 
 ROUNDS = 3
 
@@ -116,7 +116,7 @@ def while_learning(folder: Path, images: Any, requests: int, callers: int) -> li
             async def teach_lessons() -> None:
                 for lesson in lessons:
                     job = await asyncio.to_thread(teach, client, *lesson)
-                    jobs.append(await asyncio.to_thread(ended, client, job))
+                    jobs.append(await asyncio.to_thread(wait_for_job, client, job))
                     versions.append(await asyncio.to_thread(ContinualClassifier.load, folder))
 
             requested = load(client.base_url, bodies, requests, callers, "/v1/predict?top=100")
