@@ -1,4 +1,4 @@
-"""What tests share: tiny ViTs, small real data, and no fight over the cores."""
+"""Shared fixtures: tiny ViTs and small real data; one thread per process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coda_prompt.preprocessing import Preprocessing
 GOLDEN = Path(__file__).parent / "golden"
 
 
-LONGEST = (
+SLOWEST = (
     "devices",
     "serve",
     "models",
@@ -33,17 +33,17 @@ LONGEST = (
     "learner_shell",
     "contract",
 )
-"""Files that take longest: they come first, so that no worker is left with one in the end."""
+"""The slowest test files run first, so that all workers finish at about the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    ranks = {f"test_{name}": rank for rank, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Tiny networks are fastest on one thread, and results do not depend on the machine."""
+    """Tiny networks are fastest on one thread, and results are independent of the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def golden_tensors() -> dict[str, Tensor]:
-    """Tensors made by running the released code; golden/README.md says what each is."""
+    """Tensors computed by the released code; golden/README.md describes them."""
     return load_file(GOLDEN / "released.safetensors")
 
 
@@ -64,7 +64,7 @@ def golden_numbers() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A benchmark file on a folder of 16 x 16 images and a tiny ViT."""
+    """A benchmark file with a folder of 16 x 16 images and a tiny ViT."""
     root = tmp_path_factory.mktemp("tiny")
     random = np.random.default_rng(0)
     for name in "abcdef":
@@ -97,7 +97,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The benchmark run once: its folder and what --json printed."""
+    """The finished benchmark: its folder and the output of --json."""
     out = tmp_path_factory.mktemp("runs")
     finished = coda("bench", str(tiny), "--json", "--out", str(out))
     assert finished.returncode == 0, finished.stderr
@@ -115,6 +115,6 @@ def drawing_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             folder = root / part / NAMES[row]
             folder.mkdir(parents=True)
-            for number, place in enumerate(np.flatnonzero(split.labels == row)[:count]):
-                split.image(int(place)).save(folder / f"{number:02}.png")
+            for number, index in enumerate(np.flatnonzero(split.labels == row)[:count]):
+                split.image(int(index)).save(folder / f"{number:02}.png")
     return root

@@ -1,4 +1,4 @@
-"""Classifiers taught with drawings of pocket."""
+"""Classifiers trained on drawings of the pocket dataset."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NAMES = SOURCE.class_names
 
 def drawings(rows: range | list[int], count: int = 20, test: bool = False) -> tuple[Any, list[str]]:
     split: Any = SOURCE.test if test else SOURCE.train
-    places = [place for row in rows for place in np.flatnonzero(split.labels == row)[:count]]
-    return split.images[places], [NAMES[split.labels[place]] for place in places]
+    indices = [index for row in rows for index in np.flatnonzero(split.labels == row)[:count]]
+    return split.images[indices], [NAMES[split.labels[index]] for index in indices]
 
 
 def taught(
@@ -30,8 +30,8 @@ def taught(
 
 
 def tensors(classifier: ContinualClassifier) -> dict[str, torch.Tensor]:
-    """What the method holds now, not what a file said."""
-    return {name: held.clone() for name, held in classifier._method.learned_state().items()}
+    """Copy the method's current state."""
+    return {name: tensor.clone() for name, tensor in classifier._method.learned_state().items()}
 
 
 def assert_same(first: ContinualClassifier, second: ContinualClassifier) -> None:

@@ -1,4 +1,4 @@
-"""Small things to learn: tiny ViTs, and classes of noisy patterns."""
+"""Helpers for tests: tiny ViTs, classes of noisy patterns, and the `coda` command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AUGMENTED_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)))
 
 
 def tiny_vit(seed: int = 0, config: ViTConfig = TINY) -> ViT:
-    """A ViT whose features differ from image to image, as those of a pre-trained one do."""
+    """A random ViT whose features differ between images, as those of a pre-trained ViT do."""
     generator = torch.Generator().manual_seed(seed)
     vit = ViT(config).initialise(generator)
     for name, parameter in vit.named_parameters():
@@ -44,7 +44,7 @@ def tiny_vit(seed: int = 0, config: ViTConfig = TINY) -> ViT:
 
 
 def patterns(classes: int, train: int, test: int = 6, domains: int = 0, seed: int = 0) -> Source:
-    """Classes that are noisy copies of one random pattern each."""
+    """A source in which each class consists of noisy copies of one random pattern."""
     random = np.random.default_rng(seed)
     prototypes = random.integers(0, 256, (classes, 16, 16)).astype(float)
 
@@ -68,7 +68,7 @@ def patterns(classes: int, train: int, test: int = 6, domains: int = 0, seed: in
 
 
 def brief(method: Method, new: int, known: tuple[int, ...] = (), seed: int = 0) -> TaskBrief:
-    """A task of `new` new classes and some known ones, without images."""
+    """A task of `new` new classes and some seen before, without images."""
     seen = method.classes_seen
     classes = (*known, *range(seen, seen + new))
     return TaskBrief(len(method.task_sizes), seed, classes, torch.zeros(0, dtype=torch.int64))
@@ -83,14 +83,14 @@ def _one_thread(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def coda(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command to its end; where its surroundings are the usual ones, in a fork (zygote.py)."""
+    """Run the command to its end; in a forked process (zygote.py) if the environment allows."""
     if options.keys() <= {"cwd", "input"}:
         zygote = Zygote.started()
         if zygote.environment == _environment():
             return zygote.run(arguments, **options)
     command = [*CODA, *arguments]
-    given = _one_thread(options)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **given)
+    options = _one_thread(options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 def _environment() -> dict[str, str]:
@@ -98,7 +98,7 @@ def _environment() -> dict[str, str]:
 
 
 class Zygote:
-    """The other end of zygote.py; it ends with the tests."""
+    """Client of zygote.py, which exits with the tests."""
 
     only: ClassVar[Zygote | None] = None
 
@@ -120,35 +120,35 @@ class Zygote:
     ) -> subprocess.CompletedProcess[str]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with tempfile.TemporaryDirectory() as place:
-            files = [Path(place) / name for name in ("stdin", "stdout", "stderr")]
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
             for path, content in zip(files, (input, "", ""), strict=True):
                 path.write_text(content)
-            asked = {
+            request = {
                 "arguments": arguments,
                 "cwd": str(cwd or Path.cwd()),
                 "files": [str(path) for path in files],
             }
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             child = int(self._process.stdout.readline())
-            late = threading.Timer(120, os.kill, (child, signal.SIGKILL))
-            late.start()
+            timeout = threading.Timer(120, os.kill, (child, signal.SIGKILL))
+            timeout.start()
             code = int(self._process.stdout.readline())
-            late.cancel()
-            told = [path.read_text("utf-8", "surrogateescape") for path in files[1:]]
-        return subprocess.CompletedProcess([*CODA, *arguments], code, *told)
+            timeout.cancel()
+            output = [path.read_text("utf-8", "surrogateescape") for path in files[1:]]
+        return subprocess.CompletedProcess([*CODA, *arguments], code, *output)
 
 
 def started_coda(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """The command at work in another process."""
+    """Start the command in another process."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*CODA, *arguments], text=True, **pipes, **_one_thread(options))
 
 
 def reloaded(method: Method, folder: Path) -> Method:
-    """The learned state through a safetensors file into a new method on an equal backbone."""
-    state = {name: held.contiguous().clone() for name, held in method.learned_state().items()}
+    """Save the learned state to a safetensors file and load it into a new method."""
+    state = {name: tensor.contiguous().clone() for name, tensor in method.learned_state().items()}
     save_file(state, folder / "state.safetensors")
     new = methods.make(method.name, tiny_vit(), **asdict(method.config))
     new.load_learned_state(load_file(folder / "state.safetensors"))

@@ -591,7 +591,7 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 @dataclass
 class Hub:
-    """Files by commit, the commit `main` stands for, and what was asked for."""
+    """Files by commit, the commit of `main`, and the requests received."""
 
     endpoint: str = ""
     main: str = FIRST

@@ -1,4 +1,4 @@
-"""Datasets of the hub, by the real package, from files and from a hub on the loopback interface."""
+"""Hub datasets read with the real `datasets` package, from files and from a local HTTP hub."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def file(shade: int, kind: str = "PNG") -> bytes:
 
 
 def write(folder: Path, **parts: dict[str, list[Any]]) -> Path:
-    """As the hub keeps them: a Parquet file for each part, with an image and two class columns."""
+    """As on the hub: a Parquet file for each split, with an image and two class columns."""
     import datasets
 
     features = datasets.Features(
@@ -200,7 +200,7 @@ def test_packing_other_data_starts_over(
 def test_packing_to_a_remote_path_resumes_after_any_interruption(
     note: bytes | None, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first shard; or in the midst of a note."""
+    """Interrupted in the first shard, or while writing the state file."""
     small_shards(monkeypatch)
     out = tmp_path / "out"
     interrupt_after(0, monkeypatch, f"hub:{dataset}", f"file://{out}")
@@ -369,7 +369,7 @@ def endpoint(dataset: Path, tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-TOLD = """
+SCRIPT = """
 import sys, hashlib
 from coda_prompt.bench.inputs import load_source
 from coda_prompt.bench.config import load_benchmark
@@ -390,7 +390,7 @@ def test_datasets_and_shards_are_read_from_a_local_hub(
         own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1",
                "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
         finished = subprocess.run(
-            [sys.executable, "-c", TOLD, *arguments],
+            [sys.executable, "-c", SCRIPT, *arguments],
             capture_output=True, text=True, timeout=120, env={**os.environ, **own},
         )  # fmt: skip
         assert finished.returncode == 0, finished.stderr

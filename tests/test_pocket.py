@@ -1,4 +1,4 @@
-"""The embedded data and backbone: what they are, and that they are what was shipped."""
+"""The embedded dataset and backbone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_style_depends_on_the_name_only() -> None:
 
 
 def test_pocket_benchmark_is_unchanged() -> None:
-    """The ink of one drawing in each style, but for the rounding of another processor."""
+    """The ink of one drawing in each style, up to rounding on other processors."""
     assert STRENGTH == 0.25
     assert list(STYLES) == [
         "plain", "pale", "noisy", "thick", "hatched", "blurred", "broken", "turned", "wavy",
@@ -94,7 +94,7 @@ def test_pickled_asset_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Parent:
-    """A package whose assets lie in a folder."""
+    """A package with its assets in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ def test_strength_scales_every_style_from_zero(style: str) -> None:
 
 
 def test_embedded_backbone_separates_unseen_classes() -> None:
-    """Ridge regression on frozen features of 20 unseen classes, plain ink, far above pixels."""
+    """Ridge regression on its features of 20 unseen classes is far better than on pixels."""
     backbone = load_backbone("pocket")
     source = pocket_source(strength=0)
     scores = []

@@ -143,7 +143,7 @@ def test_index_is_cached_and_checked(packed: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_remote_shards_equal_local_ones(packed: Path, tmp_path: Path) -> None:
-    """Any address fsspec knows; the index is kept at home."""
+    """At any URL of fsspec; the index is in the user's cache."""
     memory = fsspec.filesystem("memory")
     for path in packed.glob("*.*"):
         if not path.name.startswith("."):
@@ -252,7 +252,7 @@ def both(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def test_damaged_or_truncated_tar_is_rejected(folder: Path, tmp_path: Path) -> None:
-    """Python's tarfile takes a bad or missing header for the end of the archive."""
+    """Python's tarfile treats a damaged or missing header as the end of the archive."""
     image = an_image(folder)
     files = {f"{name}/{place}.png": image for name in ("cat", "dog") for place in range(3)}
     both(tmp_path, files)

@@ -121,8 +121,10 @@ def images_by_class(root: Path, *, lenient: bool = False) -> dict[str, list[str]
     """
     folders, loose_images = class_folders(root)
     if not folders:
-        found = f"{loose_images} images but no class folder" if loose_images else "no class folder"
-        raise MissingData(root, f"there is {found} in it", EXPECTED_LAYOUT)
+        content = (
+            f"{loose_images} images but no class folder" if loose_images else "no class folder"
+        )
+        raise MissingData(root, f"there is {content} in it", EXPECTED_LAYOUT)
     ancestors = _ancestor_ids(root)
     files = {name: sorted(_images_below(folder, ancestors)) for name, folder in folders.items()}
     if lenient:

@@ -90,7 +90,7 @@ def open_image(
 
 
 def apply_exif_orientation(image: Image.Image) -> Image.Image:
-    """Rotate or mirror an image as its EXIF tag says.
+    """Rotate or mirror an image according to its EXIF tag.
 
     `ImageOps.exif_transpose` rewrites the EXIF data and fails where they are damaged.
     """

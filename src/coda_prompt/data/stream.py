@@ -157,7 +157,7 @@ def make_stream(
         seed: seed of the class order, the validation split and the removed domains.
         validation: test on the last fifth of a random permutation of the training images, which
             is then not trained on.
-        remove_domains: number of domains, drawn anew for each task, to remove from its training
+        remove_domains: number of domains, drawn for each task, to remove from its training
             images.
 
     Raises:
