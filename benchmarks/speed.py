@@ -42,7 +42,7 @@ from coda_prompt.console import stdout_console, table
 from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples
-from coda_prompt.methods import TaskBrief
+from coda_prompt.methods import TaskBrief, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt, component_weights, key_products
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.linear import Linear
@@ -100,7 +100,7 @@ def product_step(method: CodaPrompt, images: Tensor, labels: Tensor, cached: boo
     def step() -> None:
         method.zero_grad(set_to_none=True)
         seen: Any = images if cached else method.opened(images)
-        loss = method.loss(seen, labels, known if cached else method.queries(seen))
+        loss = method.loss(TrainingBatch(seen, labels, known if cached else method.queries(seen)))
         (loss.mean.mean() + loss.penalty).backward()
 
     return step

@@ -21,6 +21,7 @@ import torch
 from speed import VITS, batch_for, in_task, interleaved, machine, product_step, show
 from torch import Tensor, nn
 
+from coda_prompt.methods import TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.model.linear import Linear
 from coda_prompt.storage.files import write_atomically
@@ -121,7 +122,7 @@ def _with_queries_of(
         method.zero_grad(set_to_none=True)
         with torch.no_grad():
             queries = quantised(images)
-        loss = method.loss(images, labels, queries)
+        loss = method.loss(TrainingBatch(images, labels, queries))
         (loss.mean.mean() + loss.penalty).backward()
 
     with torch.no_grad():

@@ -32,7 +32,7 @@ from coda_prompt.errors import (
     UnfinishedTask,
     UnknownName,
 )
-from coda_prompt.methods import Loss, Method
+from coda_prompt.methods import Loss, Method, TrainingBatch
 from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights, key_products
 from coda_prompt.methods.options import make_config
@@ -162,7 +162,7 @@ def test_lwf_holds_old_classes_by_the_outputs_of_the_network_before_the_task() -
     before = method.logits(images).sigmoid()
     method.begin_task(brief(method, new=2))
     outputs = method.logits(images).sigmoid()
-    found = method.loss(images, torch.tensor([2, 3, 2]), None)
+    found = method.loss(TrainingBatch(images, torch.tensor([2, 3, 2]), None))
     one_hot = torch.tensor([[1.0, 0], [0, 1], [1, 0]])
     targets = torch.cat([before, one_hot], dim=1)
     terms = -(targets * outputs.log() + (1 - targets) * (1 - outputs).log())

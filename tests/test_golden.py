@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from coda_prompt import methods
 from coda_prompt.data.stream import class_order
-from coda_prompt.methods import Method
+from coda_prompt.methods import Method, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.metrics import forgetting_paper
@@ -103,7 +103,7 @@ def test_coda_losses_and_all_gradients_in_task_3(
 ) -> None:
     method = coda_in_task_3(vit, golden_tensors)
     images, targets = golden_tensors["images"], golden_tensors["targets"]
-    loss = method.loss(images, targets, method.queries(images))
+    loss = method.loss(TrainingBatch(images, targets, method.queries(images)))
     assert float(loss.mean.mean()) == pytest.approx(golden_numbers["coda_task3_ce"], rel=1e-5)
     expected = golden_numbers["coda_task3_ortho_0.1_mean_squares"]
     assert float(loss.penalty) == pytest.approx(expected, rel=1e-5)

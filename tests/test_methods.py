@@ -21,6 +21,7 @@ from coda_prompt.errors import (
     UnfinishedTask,
     UnknownName,
 )
+from coda_prompt.methods import TrainingBatch
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
 from coda_prompt.training.settings import Training
@@ -217,7 +218,7 @@ def test_ranpac_is_ridge_regression_on_all_images_so_far() -> None:
     for part in (slice(0, 10), slice(10, 20)):
         known = (1,) if part.start else ()
         method.begin_task(brief(method, new=2, known=known))
-        method.fit(queries[part], labels[part])
+        method.fit(queries[part], None, labels[part])
         method.end_task()
     assert float(method.statistics.ridge) == 3.0
     hidden = method.statistics.hidden(queries).double()
@@ -239,7 +240,7 @@ def test_ranpac_chooses_its_ridge_on_a_held_out_fifth() -> None:
     for kind, queries in (("noise", noise), ("clusters", centres[labels] + 0.01 * noise)):
         method = methods.make("ranpac", tiny_vit())
         method.begin_task(brief(method, new=2))
-        method.fit(queries, labels)
+        method.fit(queries, None, labels)
         chosen[kind] = float(method.statistics.ridge)
     assert chosen["noise"] > 10 * chosen["clusters"]
 
@@ -253,7 +254,7 @@ def test_ranpac_does_not_care_in_which_order_images_come(order: str) -> None:
     queries = centres[labels] + torch.randn(100, 32, generator=generator)
     method = methods.make("ranpac", tiny_vit())
     method.begin_task(brief(method, new=5))
-    method.fit(queries, labels)
+    method.fit(queries, None, labels)
     assert float(method.statistics.ridge) < 1e5
     fresh = centres[labels] + torch.randn(100, 32, generator=generator)
     assert (method.scores(fresh).argmax(dim=1) == labels).float().mean() > 0.95
@@ -265,7 +266,7 @@ def test_ranpac_says_when_a_ridge_is_below_what_its_statistics_resolve(
     method = methods.make("ranpac", tiny_vit(), ridge=1e-9)
     method.begin_task(brief(method, new=2))
     with caplog.at_level("INFO"):
-        method.fit(torch.randn(20, 32), torch.arange(20) % 2)
+        method.fit(torch.randn(20, 32), None, torch.arange(20) % 2)
     assert float(method.statistics.ridge) > 1e-9
     assert "raised" in caplog.text
 
@@ -278,7 +279,7 @@ def test_the_gram_matrix_is_kept_as_a_triangle() -> None:
     method = methods.make("ranpac", tiny_vit(), width=24, ridge=3.0)
     method.begin_task(brief(method, new=2))
     queries = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
-    method.fit(queries, torch.arange(20) % 2)
+    method.fit(queries, None, torch.arange(20) % 2)
     hidden = method.statistics.hidden(queries)
     gram = hidden.T @ hidden
     rows, columns = torch.triu_indices(24, 24)
@@ -325,10 +326,10 @@ def test_nearest_class_mean_is_the_cosine_to_the_mean_of_all_images_so_far() -> 
     method = methods.make("ncm", tiny_vit())
     queries = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     method.begin_task(brief(method, new=2))
-    method.fit(queries[:4], torch.tensor([0, 0, 1, 1]))
+    method.fit(queries[:4], None, torch.tensor([0, 0, 1, 1]))
     method.end_task()
     method.begin_task(brief(method, new=0, known=(1,)))
-    method.fit(queries[4:], torch.tensor([1, 1]))
+    method.fit(queries[4:], None, torch.tensor([1, 1]))
     mean = queries[2:].mean(dim=0)
     expected = torch.nn.functional.cosine_similarity(queries[0], mean, dim=0)
     torch.testing.assert_close(method.scores(queries[:1])[0, 1], expected)
@@ -428,7 +429,7 @@ def test_lwf_takes_known_classes_of_the_task_from_its_labels() -> None:
     targets[range(3), labels] = 1
     outputs = method.logits(images).sigmoid()
     terms = -(targets * outputs.log() + (1 - targets) * (1 - outputs).log())
-    found = method.loss(images, labels, None).mean
+    found = method.loss(TrainingBatch(images, labels, None)).mean
     torch.testing.assert_close(found, terms.sum(dim=1), rtol=1e-5, atol=1e-5)
 
 

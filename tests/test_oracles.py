@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from coda_prompt import methods
-from coda_prompt.methods import PromptMethod
+from coda_prompt.methods import PromptMethod, TrainingBatch
 from coda_prompt.model.vit import ViT, ViTConfig
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -82,7 +82,7 @@ def check_training(
         expected = expected + key_loss(query)
     expected_gradients = torch.autograd.grad(expected, parameters)
 
-    loss = method.loss(images, labels, method.queries(images))
+    loss = method.loss(TrainingBatch(images, labels, method.queries(images)))
     found = loss.mean.mean() + loss.total.sum() + loss.penalty
     assert_close(found, expected, **TOLERANCE)
     for gradient, wanted in zip(

@@ -11,7 +11,7 @@ from small import tiny_vit
 from torch.testing import assert_close
 
 from coda_prompt import methods
-from coda_prompt.methods import TaskBrief
+from coda_prompt.methods import TaskBrief, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.model.vit import ViT
 
@@ -45,7 +45,9 @@ def test_textbook_has_the_same_loss_and_gradients(tasks: int) -> None:
     for seen, known in ((method.opened(images), None), (images, queries)):
         method.zero_grad()
         book.zero_grad()
-        own = method.loss(seen, labels, method.queries(seen) if known is None else known)
+        own = method.loss(
+            TrainingBatch(seen, labels, method.queries(seen) if known is None else known)
+        )
         own.mean.mean().backward()
         expected = book.loss(images, labels)
         expected.backward()

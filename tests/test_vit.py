@@ -10,9 +10,11 @@ import pytest
 import torch
 from naive import naive_features, random_vit
 from safetensors.torch import load_file
+from small import tiny_vit
 from torch import Tensor
+from torch.testing import assert_close
 
-from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
+from coda_prompt.model.vit import BlockEdits, LowRank, ViT, ViTConfig, resize_positions
 from coda_prompt.model.weights import load_weights
 
 GOLDEN = Path(__file__).parent / "golden" / "released.safetensors"
@@ -243,3 +245,94 @@ def test_resampled_positions_equal_timm() -> None:
     expected = load_file(TIMM / "expected.safetensors")
     resized = resize_positions(expected["positions.37"], config)
     torch.testing.assert_close(resized, expected["positions.16"], atol=1e-5, rtol=1e-5)
+
+
+def low_rank(inputs: int, outputs: int, seed: int) -> LowRank:
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randn(3, inputs, generator=generator) / inputs**0.5
+    return LowRank(down, torch.randn(outputs, 3, generator=generator) / 3**0.5, scale=0.5)
+
+
+def edited(blocks: int = 6) -> dict[int, BlockEdits]:
+    """Low-rank deltas of all five maps in every block of the tiny ViT."""
+    sizes = {"q": (32, 32), "k": (32, 32), "v": (32, 32), "fc1": (32, 64), "fc2": (64, 32)}
+    return {
+        block: BlockEdits(
+            deltas={name: low_rank(*size, seed=block) for name, size in sizes.items()}  # type: ignore[misc]
+        )
+        for block in range(blocks)
+    }
+
+
+def test_merged_deltas_equal_unmerged_ones() -> None:
+    vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
+    unmerged, plain = vit.features(images, edited()), vit.features(images)
+    assert (unmerged - plain).abs().max() > 0.1
+    opened = vit.open(images)
+    assert_close(vit.features(opened, edited()), unmerged)
+    vit.merge(edited())
+    assert_close(vit.features(images), unmerged, rtol=1e-4, atol=1e-5)
+
+
+def test_deltas_and_adapters_of_zero_change_nothing() -> None:
+    vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
+    zero = LowRank(torch.randn(2, 32), torch.zeros(32, 2))
+    edits = BlockEdits(deltas={"q": zero, "v": zero}, adapter=torch.zeros_like)
+    found = vit.features(images, dict.fromkeys(range(6), edits))
+    assert torch.equal(found, vit.features(images))
+
+
+def test_an_adapter_sees_the_residual_stream_beside_the_mlp() -> None:
+    vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
+    block = vit.blocks[2]
+    tokens = vit.run(vit.embed(images), range(2))
+    stream = tokens + block.attn(*block.project(tokens, class_only=False), None)
+    expected = stream + block.mlp(block.norm2(stream)) + stream.tanh()
+    found = vit.run(tokens, [2], {2: BlockEdits(adapter=torch.tanh)})
+    assert_close(found, expected)
+
+
+def test_a_prefix_may_depend_on_the_tokens_that_enter_its_block() -> None:
+    vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
+    entered: list[torch.Tensor] = []
+
+    def prefix(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        entered.append(tokens)
+        return tokens[:, :1], -tokens[:, :1]
+
+    found = vit.features(images, {3: BlockEdits(prefix=prefix)})
+    tokens = vit.run(vit.embed(images), range(3))
+    assert_close(entered[0], tokens)
+    assert_close(found, vit.features(images, {3: (tokens[:, :1], -tokens[:, :1])}))
+
+
+def test_a_tap_reads_the_input_of_the_attention_and_changes_nothing() -> None:
+    vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
+    seen: list[torch.Tensor] = []
+    found = vit.features(images, {1: BlockEdits(tap=seen.append)})
+    assert torch.equal(found, vit.features(images))
+    tokens = vit.run(vit.embed(images), [0])
+    assert_close(seen[0], vit.blocks[1].norm1(tokens))
+
+
+def test_block_by_block_is_the_whole_pass() -> None:
+    vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
+    tokens = vit.embed(images)
+    for block in range(6):
+        tokens = vit.run(tokens, [block], edited())
+    assert tokens.shape == (3, 1, 32)
+    assert torch.equal(vit.norm(tokens[:, 0]), vit.features(images, edited()))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_reach_deltas_and_adapters(recompute: bool) -> None:
+    vit, images = tiny_vit().requires_grad_(False), torch.rand(3, 1, 16, 16)
+    vit.recompute = recompute
+    up, factor = torch.zeros(32, 3, requires_grad=True), torch.zeros((), requires_grad=True)
+    delta = LowRank(torch.randn(3, 32), up)
+    edits = BlockEdits(deltas={"k": delta}, adapter=lambda tokens: factor * tokens)
+    vit.features(images, {2: edits, 5: edits})[:, 0].sum().backward()
+    assert up.grad is not None
+    assert factor.grad is not None
+    assert up.grad.abs().max() > 0
+    assert factor.grad.abs() > 0

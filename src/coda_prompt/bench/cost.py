@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from coda_prompt import methods
 from coda_prompt.bench.config import Benchmark
-from coda_prompt.methods import Method, TaskBrief
+from coda_prompt.methods import Method, TaskBrief, TrainingBatch
 from coda_prompt.model.vit import ViT, ViTConfig
 
 BATCH = 4
@@ -84,7 +84,7 @@ def _step_cost(method: Method, images: Tensor, queries: Tensor | None) -> float:
     method.train()
     labels = torch.zeros(BATCH, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
-        loss = method.loss(images, labels, queries)
+        loss = method.loss(TrainingBatch(images, labels, queries))
         (loss.mean.sum() + loss.total.sum() + loss.penalty).backward()
     return _per_image(counter)
 

@@ -25,6 +25,7 @@ from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.lwf import LearningWithoutForgetting
 from coda_prompt.methods.options import make_config, option_meanings
 from coda_prompt.methods.replay import ExperienceReplay
+from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
 
 __all__ = [
@@ -32,9 +33,12 @@ __all__ = [
     "Entry",
     "Loss",
     "Method",
+    "ParameterGroup",
     "PromptMethod",
+    "Stage",
     "TaskBrief",
     "TrainedMethod",
+    "TrainingBatch",
     "describe",
     "find",
     "make",
@@ -152,5 +156,5 @@ def contract_problem(method: type[Method]) -> str | None:
             summary = (inspect.getdoc(member) or "").split("\n")[0].rstrip(".")
             return f"its class has no method {name}{inspect.signature(member)} ({summary})"
     if method.fits and method.fit is Method.fit:
-        return "its class has `fits = True` and no method fit(self, features, labels)"
+        return "its class has `fits = True` and no method fit(self, features, queries, labels)"
     return None

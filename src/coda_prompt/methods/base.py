@@ -1,18 +1,23 @@
-"""The contract of a method, and what the families share.
+"""The contract of a method, and what the families of methods share.
 
-The engine drives a method and is the only one that knows files, devices and optimizers:
+The engine drives a method; a method never touches files, devices or optimizers:
 
-    begin_task(brief) -> steps on loss(images, labels, queries), where something is trainable
-    -> one fit(features, labels), where it `fits` -> end_task()
+    begin_task(brief)
+    prepare(batches)               a statistics pass, if `prepares_on` asks for one
+    for stage in stages():         none: nothing trains
+        loss(batch) ...            one per step
+        end_stage(stage)
+    fit(features, queries, labels) on all images of the task, if `fits`
+    end_task()
 
-Between tasks everything learned lies in buffers; within a task what is being learned is a
-parameter beside them. Class labels are rows: the k-th class ever seen has label k.
+State that grows by task is in banks: frozen between tasks, open rows are parameters. Class labels
+are rows: the k-th class ever seen has label k.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,43 +32,50 @@ from coda_prompt.errors import BadOption, CorruptFile, InvalidLabels, Unfinished
 from coda_prompt.methods.bank import Bank, upgrade_format1
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT, check_prompts
+from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.model.vit import Images, Opening, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
 
 @dataclass(frozen=True)
 class TaskBrief:
-    """What a method is told of a task before it learns it."""
+    """What a method knows of a task before it learns it."""
 
     index: int
-    """How many tasks came before."""
+    """The number of earlier tasks."""
     seed: int
-    """The trial's: generators are made from it, the task's number and a purpose."""
+    """The seed of the trial; generators are keyed by it, the task's index and a purpose."""
     classes: tuple[int, ...]
     """Rows of the task's classes, ascending; those not below the number seen are new."""
     labels: Tensor
-    """The rows of the task's training images, one each."""
+    """The row of each training image of the task."""
     class_means: Tensor | None = None
-    """Mean feature of each class in `classes` under the method as it stood before the task; zero
-    for a class without images. Only where `wants_class_means` asks for it."""
+    """Mean feature of each class in `classes`, computed by the method as it was before the task;
+    zero for a class without images. Only if `wants_class_means` asks for it."""
 
     def generator(self, purpose: str) -> torch.Generator:
+        """A generator for one purpose in this task."""
         return keyed_generator(self.seed, self.index, purpose)
 
 
 class Loss(NamedTuple):
-    """A loss in parts that accumulation and several processes can each reduce rightly."""
+    """The parts of a loss, separate so that micro-batches and processes reduce them correctly."""
 
     mean: Tensor
     """Per image; averaged over the whole batch."""
     total: Tensor
     """Per image; summed over the whole batch (key losses)."""
     penalty: Tensor
-    """Of the parameters alone; counted once a step."""
+    """A scalar of the parameters alone; added once per step."""
+
+    @classmethod
+    def of(cls, per_image: Tensor) -> Loss:
+        """A loss that is averaged over the batch, and nothing else."""
+        return cls(per_image, per_image.new_zeros(len(per_image)), per_image.new_zeros(()))
 
 
 class ParameterCount(NamedTuple):
-    """Learned parameters as the paper counts them (SPEC 8): the head without its bias."""
+    """Learned parameters as the CODA-Prompt paper counts them: the head without its bias."""
 
     body: int
     """Prompts with their keys and attention vectors, or the trained network."""
@@ -83,30 +95,32 @@ class MethodConfig:
 
 
 class Method(nn.Module):
-    """A way to learn task after task. Families override the parts that differ."""
+    """A continual-learning method. Families override the parts that differ."""
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Public name -> option values that make it: one class may serve several rows of a table."""
+    """Public name -> option values: one class may provide several rows of a results table."""
     needs_queries: ClassVar[bool] = False
-    """Whether `features` and `loss` use the query: the class token of the plain frozen ViT."""
+    """Whether it uses queries: the class token of each image after the plain frozen ViT."""
     trains_on: ClassVar[Literal["task", "all"]] = "task"
-    """What a stream gives it: task after task, or everything at once."""
+    """Whether it learns task after task, or all tasks of a stream at once."""
     keeps_images: ClassVar[bool] = False
     """Whether images of past tasks are needed again."""
     closed_form: ClassVar[bool] = False
     """Whether it learns by `fit` alone, without gradients."""
     fits: ClassVar[bool] = False
     """Whether a task ends with `fit` on the features of all its images, un-augmented."""
+    prepares_on: ClassVar[Literal["augmented", "plain"] | None] = None
+    """The images of the task that `prepare` sees before training; None: there is no such pass."""
     learning_rate: ClassVar[float] = 1e-3
-    """What the paper trains this family with (SPEC 5)."""
+    """The learning rate of the paper for this family, unless the training settings have one."""
     temperature: ClassVar[float] = 1.0
-    """What scores are divided by to be probabilities where no held-out image says better."""
+    """Divides scores before the softmax when no held-out images are there to fit it."""
     frozen_backbone: ClassVar[bool] = True
-    """Whether the ViT stays as it came; if not, the method trains a copy of its own."""
+    """Whether the ViT is never changed; if not, the method trains a copy of it."""
 
     name: str = ""
-    """The row of a results table this is; `methods.make` sets it."""
+    """The method's name in results; `methods.make` sets it."""
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__()
@@ -122,7 +136,7 @@ class Method(nn.Module):
         """Classes of all tasks, the one being learned included."""
         return int(self.task_sizes.rows.sum())
 
-    # -- the life of a task
+    # -- learning a task
 
     def wants_class_means(self, classes: tuple[int, ...]) -> bool:
         """Whether a task with these classes starts from their mean features."""
@@ -150,14 +164,35 @@ class Method(nn.Module):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def fit(self, features: Tensor, labels: Tensor) -> None:
-        """Learn from all features of a task at once; only where `fits` says so."""
+    def prepare(self, batches: Iterator[TrainingBatch]) -> None:
+        """Look at all images of the task before training; called if `prepares_on` is set."""
+
+    def stages(self) -> Sequence[Stage]:
+        """The training stages of the current task; empty: nothing trains."""
+        return [Stage()] if self.trainable_parameters() else []
+
+    def end_stage(self, stage: Stage) -> None:
+        """Called after each stage. What later stages need must be in buffers or parameters, which
+        checkpoints contain."""
+
+    def generate(self, stage: Stage, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The samples (n x D) and labels (n) of an epoch of a stage on generated data."""
+        raise TypeError(f"{type(self).__name__} has a stage on generated data and no `generate`")
+
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        """Learn from all images of a task at once; called if `fits` is set.
+
+        Args:
+            features: What `features` returns, n x D.
+            queries: The features of the plain ViT, n x D; None unless the method needs queries.
+            labels: n.
+        """
 
     def replay(self, count: int, generator: torch.Generator) -> Tensor:
-        """(task, image) of each past image to train on in this epoch, n x 2; most have none."""
+        """(task, image) of each past image to train on in this epoch, n x 2; none by default."""
         return torch.zeros(0, 2, dtype=torch.int64)
 
-    # -- what it computes
+    # -- computing
 
     @abstractmethod
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
@@ -168,22 +203,23 @@ class Method(nn.Module):
         """B x classes seen; queries are computed where they are needed and not given."""
 
     @abstractmethod
-    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
+    def loss(self, batch: TrainingBatch) -> Loss:
         """The parts of the loss of a batch; not needed by a closed form."""
 
-    def forward(self, images: Images, labels: Tensor, queries: Tensor | None = None) -> Loss:
-        """The training step's way in, so that wrappers for several processes see it."""
-        return self.loss(images, labels, queries)
+    def forward(self, batch: TrainingBatch) -> Loss:
+        """Called by the engine, so that wrappers for several processes see the training step."""
+        return self.loss(batch)
 
     def opened(self, images: Images) -> Images:
-        """As far as the query's pass and the one after it compute the same."""
+        """Run images as far as the query's pass and the next one agree."""
         return images
 
     @torch.no_grad()
     def queries(self, images: Images) -> Tensor:
+        """B x D, without a gradient."""
         return self.backbone.features(images)
 
-    # -- what is kept
+    # -- learned state
 
     def parameter_count(self) -> ParameterCount:
         """Count the learned parameters of all tasks so far."""
@@ -195,7 +231,7 @@ class Method(nn.Module):
         return ParameterCount(sum(body), 0)
 
     def learned_state(self) -> dict[str, Tensor]:
-        """All that was learned and nothing that came with the backbone."""
+        """All learned tensors, without those of the frozen backbone."""
         return {
             name: tensor
             for name, tensor in self.state_dict().items()
@@ -251,17 +287,17 @@ class TrainedMethod(Method):
         self.head = Head(backbone.config.width)
 
     def wants_class_means(self, classes: tuple[int, ...]) -> bool:
-        """New head rows are imprinted where asked for, and where no loss could train them."""
+        """New head rows are imprinted if asked for, and if no loss could train them."""
         return self.config.head_init == "imprint" or self._lone_new_class(self._open_rows(classes))
 
     def begin_task(self, brief: TaskBrief) -> None:
-        """Open the head rows that will train. Families add what else is learned."""
+        """Open the head rows that will train; overrides add what else is learned."""
         rows = self._open_rows(brief.classes)
-        nothing_to_tell_apart = self._lone_new_class(rows)
+        lone_new_class = self._lone_new_class(rows)
         super().begin_task(brief)
         self.head.begin_task(rows, brief.generator("head"), brief.class_means)
-        if nothing_to_tell_apart:
-            # Softmax over one class is 1 whatever the weights: the imprinted row stands as it is.
+        if lone_new_class:
+            # Softmax over one class is 1 whatever the weights: the imprinted row stays as it is.
             self.head.close()
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
@@ -282,10 +318,9 @@ class TrainedMethod(Method):
         return len(rows) == 1 and rows[0] >= self.classes_seen
 
     def _masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy over the open rows alone: old logits take no part (SPEC 5).
+        """Cross-entropy over the open rows; the logits of other classes are left out.
 
-        A task of one known class has nothing to tell apart among its own: there its row is
-        trained against all other rows, which stay as they are.
+        In a task of one known class its row trains against all other rows, which are frozen.
         """
         if self.head.open_rows is not None and len(self.head.open_rows) == 1:
             return F.cross_entropy(self.head(features), labels, reduction="none")
@@ -299,8 +334,8 @@ class PromptConfig(MethodConfig):
     """Options every prompt method has."""
 
     query: Literal["final", "early"] = "final"
-    """The class token that prompts are chosen by: as it leaves the plain ViT, or as it enters the
-    first prompted block, which takes no second pass (one-stage; not the paper's)."""
+    """The class token that selects prompts: as it leaves the plain ViT, or as it enters the first
+    prompted block, which needs no second pass (one-stage; not in the paper)."""
 
 
 class PromptMethod(TrainedMethod):
@@ -342,10 +377,11 @@ class PromptMethod(TrainedMethod):
         """The key and value prefixes of all prompted blocks at inference."""
 
     def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
-        """The prefixes of a training step, and a loss per image that is summed over the batch."""
+        """The prefixes of a training step, and a loss per image to sum over the batch."""
         return self.prefixes(queries), queries.new_zeros(len(queries))
 
     def penalty(self) -> Tensor:
+        """A scalar added to the loss once per step."""
         return self.head.weight.frozen.new_zeros(())
 
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
@@ -354,32 +390,33 @@ class PromptMethod(TrainedMethod):
             queries = self.queries(images)
         return self.backbone.features(images, self.prefixes(queries))
 
-    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
-        assert queries is not None
-        prefixes, total = self.training_prefixes(queries)
-        features = self.backbone.features(images, prefixes)
-        return Loss(self._masked_loss(features, labels), total, self.penalty())
+    def loss(self, batch: TrainingBatch) -> Loss:
+        assert batch.images is not None
+        assert batch.queries is not None
+        prefixes, total = self.training_prefixes(batch.queries)
+        features = self.backbone.features(batch.images, prefixes)
+        return Loss(self._masked_loss(features, batch.labels), total, self.penalty())
 
     def _learns_prompts(self, brief: TaskBrief) -> bool:
-        """A task of one class has no loss that could train a prompt; an untrained one disturbs."""
+        """False for a task of one class: no loss could train its prompt."""
         return len(brief.classes) > 1
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast switched off; the meta device, which only counts, has none."""
+    """Switch autocast off; the meta device has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def cosines(queries: Tensor, keys: Tensor) -> Tensor:
     """Cosine similarity of queries (B x D) and keys (… x M x D), … x B x M.
 
-    In the keys' precision whatever autocast says: which key is nearest hangs on small differences.
+    In the precision of the keys, without autocast: the nearest key depends on small differences.
     """
     with full_precision(queries.device):
         return F.normalize(queries.to(keys.dtype), dim=-1) @ F.normalize(keys, dim=-1).mT
 
 
 def split_prompts(prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """B x ... x L x D -> keys and values: the first half of the rows and the second (SPEC 2)."""
+    """B x ... x L x D -> keys and values: the first half of the rows and the second."""
     keys, values = prompts.chunk(2, dim=-2)
     return keys, values

@@ -1,4 +1,7 @@
-"""Yardsticks without training on the frozen features: nearest class mean and RanPAC."""
+"""Baselines on frozen features without training: nearest class mean and RanPAC.
+
+RanPAC: McDonnell et al., NeurIPS 2023, https://arxiv.org/abs/2307.02251.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from coda_prompt.methods.base import (
     cosines,
 )
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
+from coda_prompt.methods.stages import TrainingBatch
 from coda_prompt.model.vit import Images, ViT
 
 
 class ClosedForm(Method):
-    """The query is the feature, and a task is learned from all its queries at once."""
+    """Features are the queries; a task is learned from all of them at once."""
 
     needs_queries = True
     closed_form = True
@@ -36,7 +40,7 @@ class ClosedForm(Method):
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.scores(self.queries(images) if queries is None else queries)
 
-    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
+    def loss(self, batch: TrainingBatch) -> Loss:
         raise TypeError(f"{self.name} is a closed form: nothing trains")
 
     @abstractmethod
@@ -61,7 +65,7 @@ class NearestClassMean(ClosedForm):
         self.sums.append(torch.zeros(new, self.vit_config.width))
         self.counts.append(torch.zeros(new))
 
-    def fit(self, features: Tensor, labels: Tensor) -> None:
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         sums, counts = self.sums.frozen, self.counts.frozen
         self.sums.frozen = sums.index_add(0, labels, features.to(sums.dtype))
         self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))

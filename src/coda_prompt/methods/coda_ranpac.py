@@ -1,4 +1,7 @@
-"""CODA-P's prompts with RanPAC's classifier: adapt once to the data at hand, then never forget."""
+"""CODA-P's prompts, learned in the first task, with RanPAC's classifier.
+
+https://arxiv.org/abs/2211.13218 and https://arxiv.org/abs/2307.02251.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ class CodaRanPACConfig(CodaConfig, RidgeConfig):
 class CodaRanPAC(RidgeClassifier, CodaPrompt):
     """CODA-P's prompts, learned in the first task (of several classes), with RanPAC's classifier.
 
-    Prompts that went on changing would make the sums of older classes stale. The linear head only
-    serves the training of the prompts.
+    Prompts that change later would invalidate the sums of older classes. The linear head is only
+    used to train the prompts.
     """
 
     Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
@@ -47,6 +50,6 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
         return ParameterCount(prompts, self.statistics.sums.frozen.numel())
 
     def _learns_prompts(self, brief: TaskBrief) -> bool:
-        """Once, and before there are sums that other features would not fit."""
+        """Only in the first task that can, before there are sums."""
         unused = not self.statistics.classes
         return unused and super()._learns_prompts(brief)

@@ -1,4 +1,4 @@
-"""Methods that train the whole network: FT, FT++ and the upper bound."""
+"""Baselines that train the whole network: fine-tuning (FT, FT++) and the upper bound."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.methods.base import Loss, MethodConfig, TaskBrief, TrainedMethod
+from coda_prompt.methods.stages import TrainingBatch
 from coda_prompt.model.vit import Images, ViT
 
 
 class WholeNetwork(TrainedMethod):
-    """A copy of the backbone that is trained itself. The frozen original is not needed."""
+    """Trains a copy of the backbone; the frozen original is not used."""
 
     learning_rate = 1e-4
     frozen_backbone = False
@@ -24,7 +25,7 @@ class WholeNetwork(TrainedMethod):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        # Where the head alone was imprinted there is no loss, and weight decay must not act.
+        # With an imprinted head there is no loss, and weight decay must not change the network.
         self.network.requires_grad_(self.head.open_rows is not None)
 
     def end_task(self) -> None:
@@ -34,9 +35,10 @@ class WholeNetwork(TrainedMethod):
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         return self.network.features(images)
 
-    def loss(self, images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
-        per_image = self.per_image_loss(images, labels, self.network.features(images))
-        return Loss(per_image, per_image.new_zeros(len(labels)), per_image.new_zeros(()))
+    def loss(self, batch: TrainingBatch) -> Loss:
+        assert batch.images is not None
+        features = self.network.features(batch.images)
+        return Loss.of(self.per_image_loss(batch.images, batch.labels, features))
 
     def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
         """Softmax over all classes seen so far."""
@@ -55,7 +57,7 @@ class FineTuning(WholeNetwork):
 
 
 class FineTuningMasked(WholeNetwork):
-    """FT++: the same, with old classes left out of the softmax and their rows as they were."""
+    """FT++: the same, with old classes left out of the softmax and their rows frozen."""
 
     variants = MappingProxyType({"ft++": {}})
 

@@ -1,4 +1,8 @@
-"""LwF.MC: the whole network, sigmoid outputs; the network before the task holds old classes."""
+"""LwF.MC: Learning without Forgetting, multi-class.
+
+Li and Hoiem, https://arxiv.org/abs/1606.09282, in the form that iCaRL compares with
+(Rebuffi et al., https://arxiv.org/abs/1611.07725).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from coda_prompt.model.vit import Images, ViT
 
 
 class LearningWithoutForgetting(WholeNetwork):
-    """LwF.MC: the network, sigmoid outputs; its outputs before the task hold old classes.
+    """LwF.MC: sigmoid outputs, distilled for old classes from the network before the task.
 
     Binary cross-entropy, summed over classes and averaged over the batch.
     """
@@ -48,7 +52,7 @@ class LearningWithoutForgetting(WholeNetwork):
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
 
     def _lone_new_class(self, rows: tuple[int, ...]) -> bool:
-        """Sigmoid outputs train on one class too."""
+        """Never: sigmoid outputs train on one class too."""
         return False
 
 
@@ -62,5 +66,5 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Images) -> Tensor:
-        """Sigmoid outputs, B x classes then seen."""
+        """Sigmoid outputs, B x classes seen before the task."""
         return self.head(self.network.features(images)).sigmoid()

@@ -1,4 +1,7 @@
-"""ER: the whole network and a class-balanced buffer of past images, kept on purpose."""
+"""ER: experience replay with a class-balanced buffer of past images.
+
+Chaudhry et al., On Tiny Episodic Memories in Continual Learning, https://arxiv.org/abs/1902.10486.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ class ReplayConfig(MethodConfig):
     """Options of ER."""
 
     buffer: int = Field(default=5000, ge=1)
-    """Images of past tasks kept in all."""
+    """Images of past tasks in the buffer, in all."""
 
 
 class ExperienceReplay(WholeNetwork):
     """ER: the network trained on the task and on a class-balanced buffer of past images.
 
-    The buffer holds (task, image, class, lot). Every image draws a lot when it is seen, and a class
-    keeps those with the smallest: a uniform sample of all its images, whenever they came.
+    A row of the buffer is (task, image, class, lot). Every image draws a random lot when it is
+    seen, and a class retains those with the smallest: a uniform sample of all its images.
     """
 
     Config: ClassVar[type[MethodConfig]] = ReplayConfig
@@ -50,13 +53,13 @@ class ExperienceReplay(WholeNetwork):
         self.candidates = torch.stack([task, torch.arange(count), brief.labels.cpu(), lots], dim=1)
 
     def end_task(self) -> None:
-        """Keep the same number of each class."""
-        kept = torch.cat([self.buffer.frozen.cpu(), self.candidates])
-        kept = kept[kept[:, 3].argsort()]
+        """Retain the same number of images of each class."""
+        candidates = torch.cat([self.buffer.frozen.cpu(), self.candidates])
+        candidates = candidates[candidates[:, 3].argsort()]
         share, remainder = divmod(self.config.buffer, max(1, self.classes_seen))
         parts = []
         for row in range(self.classes_seen):
-            of_class = kept[kept[:, 2] == row]
+            of_class = candidates[candidates[:, 2] == row]
             parts.append(of_class[: share + (row < remainder)])
         self.buffer.frozen = torch.cat(parts).to(self.buffer.frozen.device)
         self.candidates = self.candidates[:0]

@@ -72,7 +72,7 @@ class RidgeClassifier(Method):
         seed = keyed_seed(brief.seed, "projection") % 2**32
         self.statistics.grow(self.classes_seen, seed)
 
-    def fit(self, features: Tensor, labels: Tensor) -> None:
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.statistics.fit(features, labels, len(self.task_sizes))
 
     def _is_consistent(self) -> bool:

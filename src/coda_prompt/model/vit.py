@@ -1,16 +1,16 @@
-"""The only Vision Transformer of the project: timm's parameter names, slots for prefixes.
+"""The Vision Transformer of all methods: timm's parameter names, and slots in every block.
 
-The class token alone leaves the network, so the last block computes nothing for the others.
+Only the class token is used in the end, so the last block computes nothing for the other tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,48 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_prompt.model.linear import Linear, linear
 
-Prefixes = Mapping[int, tuple[Tensor, Tensor]]
-"""Block index -> (keys, values), each batch x rows x width (a batch of 1 serves every image)."""
+Prefix = tuple[Tensor, Tensor]
+"""Keys and values, each batch x rows x width (a batch of 1 serves every image)."""
+Prefixes = Mapping[int, Prefix]
+"""Block index -> prefix."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A low-rank change of a linear map: x -> W x + scale * up (down x)."""
+
+    down: Tensor
+    """rank x inputs."""
+    up: Tensor
+    """outputs x rank."""
+    scale: float = 1.0
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.scale * F.linear(F.linear(inputs, self.down), self.up)
+
+
+@dataclass(frozen=True)
+class BlockEdits:
+    """What a method changes in one block of a pass."""
+
+    prefix: Prefix | Callable[[Tensor], Prefix] | None = None
+    """Rows in front of keys and values, or a function that makes them from the tokens that enter
+    the block (B x tokens x D)."""
+    deltas: Mapping[Literal["q", "k", "v", "fc1", "fc2"], LowRank] = field(default_factory=dict)
+    """Low-rank changes of the linear maps."""
+    adapter: Callable[[Tensor], Tensor] | None = None
+    """A function a of the residual stream x beside the MLP: x + MLP(norm2(x)) + a(x)."""
+    tap: Callable[[Tensor], object] | None = None
+    """Called with the output of norm1, the input of the attention (B x tokens x D)."""
+
+
+Edits = Mapping[int, BlockEdits | Prefix]
+"""Block index -> its edits; a bare pair of tensors is a prefix."""
+NO_EDITS = BlockEdits()
 
 
 class Opening(NamedTuple):
-    """Images as far into the network as the plain and the prompted pass agree."""
+    """A batch at the first edited block: the plain and the prompted pass agree up to there."""
 
     tokens: Tensor
     """B x tokens x D, as they enter `block`."""
@@ -34,7 +70,7 @@ class Opening(NamedTuple):
 
 
 Images = Tensor | Opening
-"""B x C x H x W, or the same further on."""
+"""B x C x H x W, or the same batch at a later block."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +110,7 @@ class PatchEmbedding(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """3x3 stride-2 convolutions with GELU between them: small images learn far faster so."""
+    """3x3 stride-2 convolutions with GELU between them; small images train faster with it."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -106,8 +142,10 @@ class Attention(nn.Module):
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
 
-    def project(self, tokens: Tensor, class_only: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (of the class token alone where nothing else leaves), keys and values."""
+    def project(
+        self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (of the class token alone in the last block), keys and values."""
         if class_only:
             width = tokens.shape[-1]
             weight, bias = self.qkv.weight, self.qkv.bias
@@ -115,12 +153,17 @@ class Attention(nn.Module):
             key, value = linear(tokens, weight[width:], bias[width:]).chunk(2, dim=-1)
         else:
             query, key, value = self.qkv(tokens).chunk(3, dim=-1)
+        if "q" in edits.deltas:
+            query = query + edits.deltas["q"](tokens[:, :1] if class_only else tokens)
+        if "k" in edits.deltas:
+            key = key + edits.deltas["k"](tokens)
+        if "v" in edits.deltas:
+            value = value + edits.deltas["v"](tokens)
         return query, key, value
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, prefix: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """Attend; prefixes go in front of keys and values after the projection (SPEC 2)."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None) -> Tensor:
+        """Attend. A prefix comes after the projection, as in the released code of DualPrompt and
+        CODA-Prompt; eq. 2 of the paper has it before."""
         if prefix is not None:
             key, value = (
                 torch.cat([rows.expand(key.shape[0], -1, -1).to(own.dtype), own], dim=1)
@@ -141,8 +184,13 @@ class MLP(nn.Module):
         self.fc1 = Linear(width, hidden)
         self.fc2 = Linear(hidden, width)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.fc2(self.fc1.with_gelu(tokens))
+    def forward(self, tokens: Tensor, edits: BlockEdits = NO_EDITS) -> Tensor:
+        if "fc1" in edits.deltas:
+            hidden = F.gelu(self.fc1(tokens) + edits.deltas["fc1"](tokens))
+        else:
+            hidden = self.fc1.with_gelu(tokens)
+        outputs: Tensor = self.fc2(hidden)
+        return outputs + edits.deltas["fc2"](hidden) if "fc2" in edits.deltas else outputs
 
 
 class Block(nn.Module):
@@ -158,27 +206,36 @@ class Block(nn.Module):
         self.mlp = MLP(width, config.mlp_width)
         self.ls2 = LayerScale(width) if config.layer_scale else nn.Identity()
 
-    def project(self, tokens: Tensor, class_only: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attn.project(self.norm1(tokens), class_only)
+    def project(
+        self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        normed = self.norm1(tokens)
+        if edits.tap is not None:
+            edits.tap(normed)
+        return self.attn.project(normed, class_only, edits)
 
     def forward(
         self,
         tokens: Tensor,
-        prefix: tuple[Tensor, Tensor] | None = None,
+        edits: BlockEdits = NO_EDITS,
         class_only: bool = False,
         projected: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`projected`: what `project` gives for these tokens, where it is known already."""
-        attended = self.attn(*(projected or self.project(tokens, class_only)), prefix)
+        """`projected`: what `project` returns for these tokens without edits, if known."""
+        if projected is None or edits.deltas or edits.tap is not None:
+            projected = self.project(tokens, class_only, edits)
+        prefix = edits.prefix(tokens) if callable(edits.prefix) else edits.prefix
+        attended = self.attn(*projected, prefix)
         tokens = (tokens[:, :1] if class_only else tokens) + self.ls1(attended)
-        return tokens + self.ls2(self.mlp(self.norm2(tokens)))
+        outputs: Tensor = tokens + self.ls2(self.mlp(self.norm2(tokens), edits))
+        return outputs if edits.adapter is None else outputs + edits.adapter(tokens)
 
 
 class ViT(nn.Module):
     """A Vision Transformer without a classifier."""
 
     recompute = False
-    """Whether a backward pass computes activations of blocks again instead of keeping them."""
+    """Recompute the activations of blocks in the backward pass instead of storing them."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -205,38 +262,19 @@ class ViT(nn.Module):
                 nn.init.zeros_(parameter)
         return self
 
-    def features(self, images: Images, prefixes: Prefixes | None = None) -> Tensor:
-        """The final-norm class token of each image, B x D, with prefixes in the named blocks."""
+    def features(self, images: Images, edits: Edits | None = None) -> Tensor:
+        """The final-norm class token of each image, B x D, with edits in the given blocks."""
         if isinstance(images, Opening):
-            tokens, projected, first = images
+            blocks = range(images.block, len(self.blocks))
+            tokens = self.run(images.tokens, blocks, edits, projected=images.projected)
         else:
-            tokens, projected, first = self._embed(images), None, 0
-        last = len(self.blocks) - 1
-        for index in range(first, len(self.blocks)):
-            prefix = prefixes.get(index) if prefixes else None
-            given = (tokens, prefix, index == last, projected if index == first else None)
-            if self.recompute and torch.is_grad_enabled():
-                tokens = checkpoint(self.blocks[index], *given, use_reentrant=False)
-            else:
-                tokens = self.blocks[index](*given)
+            tokens = self.run(self.embed(images), edits=edits)
         return self.norm(tokens[:, 0])
 
     forward = features
 
-    def open(self, images: Tensor, block: int = 0) -> Opening:
-        """Images up to a block's projections, without prefixes."""
-        tokens = self._embed(images)
-        for index in range(block):
-            tokens = self.blocks[index](tokens)
-        entered: Block = self.blocks[block]  # type: ignore[assignment]
-        projected = entered.project(tokens, class_only=block == len(self.blocks) - 1)
-        return Opening(tokens, projected, block)
-
-    def early_features(self, opening: Opening) -> Tensor:
-        """The final-norm class token as it enters the opening's block, B x D."""
-        return self.norm(opening.tokens[:, 0])
-
-    def _embed(self, images: Tensor) -> Tensor:
+    def embed(self, images: Tensor) -> Tensor:
+        """The tokens that enter the first block (class, registers, patches), B x tokens x D."""
         tokens = self.patch_embed(images)
         class_token: Tensor = self.cls_token
         position: Tensor = self.pos_embed
@@ -247,8 +285,61 @@ class ViT(nn.Module):
         expanded = [token.expand(images.shape[0], -1, -1) for token in leading]
         return torch.cat([*expanded, tokens + position], dim=1)
 
+    def run(
+        self,
+        tokens: Tensor,
+        blocks: Iterable[int] | None = None,
+        edits: Edits | None = None,
+        *,
+        projected: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run tokens through some blocks.
+
+        Args:
+            tokens: B x tokens x D, as they enter the first of the blocks.
+            blocks: Indices of the blocks; None: all.
+            edits: What methods change in blocks.
+            projected: What `project` of the first of the blocks returns for these tokens.
+
+        Returns:
+            The tokens after these blocks; after the last block of the ViT the class token alone.
+        """
+        for index in range(len(self.blocks)) if blocks is None else blocks:
+            edit = edits.get(index, NO_EDITS) if edits else NO_EDITS
+            if not isinstance(edit, BlockEdits):
+                edit = BlockEdits(edit)
+            arguments = (tokens, edit, index == len(self.blocks) - 1, projected)
+            if self.recompute and torch.is_grad_enabled():
+                tokens = checkpoint(self.blocks[index], *arguments, use_reentrant=False)
+            else:
+                tokens = self.blocks[index](*arguments)
+            projected = None
+        return tokens
+
+    def open(self, images: Tensor, block: int = 0) -> Opening:
+        """Run images without edits up to the projections of a block."""
+        tokens = self.run(self.embed(images), range(block))
+        first: Block = self.blocks[block]  # type: ignore[assignment]
+        projected = first.project(tokens, class_only=block == len(self.blocks) - 1)
+        return Opening(tokens, projected, block)
+
+    def early_features(self, opening: Opening) -> Tensor:
+        """The final-norm class token as it enters the opening's block, B x D."""
+        return self.norm(opening.tokens[:, 0])
+
+    @torch.no_grad()
+    def merge(self, edits: Edits) -> None:
+        """Add the low-rank deltas of `edits` to the weights; other edits are ignored."""
+        for index, edit in edits.items():
+            block: Block = self.blocks[index]  # type: ignore[assignment]
+            query, key, value = block.attn.qkv.weight.chunk(3)
+            weights = {"q": query, "k": key, "v": value}
+            weights |= {"fc1": block.mlp.fc1.weight, "fc2": block.mlp.fc2.weight}
+            for name, delta in edit.deltas.items() if isinstance(edit, BlockEdits) else ():
+                weights[name] += delta.scale * delta.up @ delta.down
+
     def fingerprint(self) -> str:
-        """A hash of all weights: a learned prompt is worthless beside any other backbone."""
+        """A hash of all weights: learned prompts are only valid with the same backbone."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             values = tensor.detach().to("cpu", torch.float32).contiguous()

@@ -1,20 +1,22 @@
-"""The training loop of every method: the only backward pass and the only optimizer.
+"""The engine trains and evaluates any method: the only backward pass and the only optimizers.
 
-Devices, precision and several processes come from Fabric. A batch is global: each process takes
-its share, and the parts of the loss are reduced so that the step is that of one process.
+Fabric provides devices, precision and several processes. A batch is global: each process takes its
+share, and the parts of the loss are reduced so that the step equals that of one process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.wrappers import _FabricModule
+from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from coda_prompt.data.stream import Samples, Stream, Task
 from coda_prompt.errors import (
@@ -22,12 +24,13 @@ from coda_prompt.errors import (
     ClassInTwoTasks,
     CorruptFile,
     EmptyTask,
+    Interrupted,
     InvalidLabels,
     NonFiniteLoss,
     NotLearned,
     UnfinishedTask,
 )
-from coda_prompt.methods import Loss, Method, TaskBrief
+from coda_prompt.methods import Loss, Method, ParameterGroup, Stage, TaskBrief, TrainingBatch
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
@@ -41,15 +44,49 @@ from coda_prompt.training.snapshot import Snapshot
 PRECISIONS = get_args(Precision)
 
 
-def _ignore(event: Event) -> None:
-    pass
+@dataclass(frozen=True)
+class _TaskRun:
+    """A task that is being learned."""
+
+    method: Method
+    train: Samples
+    past: Sequence[Task]
+    index: int
+    tasks: int
+    """Tasks of the stream, for progress."""
+    checkpointer: Checkpointer | None
+
+
+@dataclass(frozen=True)
+class _EpochData:
+    """The batches of an epoch that are left to train on."""
+
+    samples: Samples | None
+    """None for features and generated samples."""
+    count: int
+    order: list[list[int]]
+    """Positions of every batch, over all processes."""
+    batches: Iterator[Batch]
+    """This process's share of each batch that is left."""
 
 
 class Engine:
-    """Drives any method through tasks.
+    """Trains and evaluates methods.
 
-    A method and its backbone are moved to Fabric's device and stay there, in float64 where the
-    precision is `64-true` and in float32 otherwise: mixed precisions leave weights as they are.
+    A method and its backbone are moved to Fabric's device and stay there, in float64 if the
+    precision is `64-true` and in float32 otherwise: mixed precisions do not change weights.
+
+    Args:
+        views: How images become tensors.
+        training: Training settings.
+        fabric: Devices and precision; the default is one process on the best device.
+        on_event: Called with every `Event`, for progress and logs.
+        should_stop: Polled between steps and batches; once true, the engine raises `Interrupted`,
+            after a checkpoint if there is a checkpointer.
+
+    Example:
+        >>> engine = Engine(Views(preprocessing), Training(epochs=5))
+        >>> result = engine.run(method, stream)
     """
 
     def __init__(
@@ -58,7 +95,8 @@ class Engine:
         training: Training | None = None,
         *,
         fabric: Fabric | None = None,
-        on_event: Callable[[Event], None] = _ignore,
+        on_event: Callable[[Event], object] = lambda event: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.views = views
         self.training = training or Training()
@@ -70,7 +108,7 @@ class Engine:
                 "precision",
                 f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}",
             )
-        self.on_event = on_event
+        self.on_event, self.should_stop = on_event, should_stop
         memory = self.training.query_memory * 2**20
         self.queries = Queries(self.training.queries, memory, self._query_table, self._in_any)
 
@@ -85,17 +123,19 @@ class Engine:
         result: Result | None = None,
         measure_every: int = 1,
     ) -> Result:
-        """Learn the stream's tasks in order, and after each (or every so many, and the last)
-        measure all learned so far.
+        """Learn the tasks of a stream in order and evaluate all tasks learned so far.
 
-        If the checkpointer has an earlier run, it is resumed with its `result`.
+        Args:
+            checkpointer: Saves the run; a run that it has saved before is resumed.
+            result: The result of the resumed run so far, which is extended.
+            measure_every: Evaluate after every so many tasks, and after the last.
         """
         _check_classes(stream)
         if method.classes_seen:
             raise BadOption("run", "method", f"{method.name} has learned before; make a new one")
         result = result or Result.empty([len(task.test) for task in stream.tasks])
         together = method.trains_on == "all"
-        tasks = [_everything(stream.tasks)] if together else stream.tasks
+        tasks = [_joined(stream.tasks)] if together else stream.tasks
         done = 0
         if checkpointer is not None and checkpointer.latest is not None:
             done = checkpointer.latest.task
@@ -104,13 +144,17 @@ class Engine:
             self._place(method)
             checkpointer.restore_learned(method)
         for task in tasks[done:]:
-            past = tasks[: task.index]
             losses = self.learn(
-                method, task, past=past, tasks=len(tasks), checkpointer=checkpointer
+                method,
+                task,
+                past=tasks[: task.index],
+                tasks=len(tasks),
+                checkpointer=checkpointer,
             )
             result.losses.append(losses)
-            after = len(stream.tasks) - 1 if together else task.index
-            if not (after + 1) % measure_every or after == len(stream.tasks) - 1:
+            last = len(stream.tasks) - 1
+            after = last if together else task.index
+            if not (after + 1) % measure_every or after == last:
                 self._measure(method, stream, after, result)
             if checkpointer is not None:
                 checkpointer.save_after_task(method, task.index)
@@ -134,12 +178,18 @@ class Engine:
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
     ) -> list[float]:
-        """Learn one task and return the mean loss of each epoch.
+        """Learn one task.
 
-        A checkpointer saves the training; a training that it has saved before is resumed.
+        If that fails (a loss that is not finite, an unreadable image, an interrupt), the method is
+        left as it was before.
 
-        Where it cannot be learned to its end (a loss that is not finite, an unreadable image, an
-        interrupt), the method is left as it was before.
+        Args:
+            past: Earlier tasks, for methods that train on their images again.
+            tasks: Number of tasks of the stream, for progress.
+            checkpointer: Saves the training; a training that it has saved before is resumed.
+
+        Returns:
+            The mean loss of each epoch.
         """
         if not len(task.train):
             raise EmptyTask(task.index)
@@ -149,25 +199,25 @@ class Engine:
         index = len(method.task_sizes)
         classes = tuple(sorted(task.classes))
         labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
-        strange = sorted(set(labels.tolist()) - set(classes))
-        if strange:
-            raise InvalidLabels(index, f"images of rows {strange} are not of its classes {classes}")
+        if other := sorted(set(labels.tolist()) - set(classes)):
+            raise InvalidLabels(index, f"images of rows {other} are not of its classes {classes}")
+        run = _TaskRun(method, task.train, past, index, tasks or index + 1, checkpointer)
         before = Snapshot(method)
         try:
             if checkpointer is None or checkpointer.position is None:
-                self.on_event(Event("task", index, tasks or index + 1))
+                self.on_event(Event("task", index, run.tasks))
+            self._stop_if_asked()
             means = None
             if method.wants_class_means(classes):
                 means = self._class_means(method, task.train, classes)
             method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
-            losses: list[float] = []
-            if method.trainable_parameters():
-                losses = self._train(
-                    method, task.train, past, index, tasks or index + 1, checkpointer
-                )
+            if method.prepares_on is not None:
+                with torch.no_grad():
+                    method.prepare(self._all_batches(run))
+            losses = self._train(run)
             if method.fits:
-                table = self._feature_table(method, task.train)
-                method.fit(table, labels.to(table.device))
+                features, queries = self._features_and_queries(method, task.train)
+                method.fit(features, queries, labels.to(features.device))
             method.end_task()
         except BaseException:
             before.restore()
@@ -176,74 +226,201 @@ class Engine:
             self.queries.forget(task.train)
         return losses
 
-    def _train(
-        self,
-        method: Method,
-        own: Samples,
-        past: Sequence[Task],
-        index: int,
-        tasks: int,
-        checkpointer: Checkpointer | None,
-    ) -> list[float]:
+    def _all_batches(self, run: _TaskRun) -> Iterator[TrainingBatch]:
+        """All images of the task in order, in every process."""
         training = self.training
-        start = training.learning_rate or method.learning_rate
-        optimizer = torch.optim.Adam(
-            method.trainable_parameters(),
-            lr=start,
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-        )
+        size = training.micro_batch or training.batch_size
+        positions = range(len(run.train))
+        order = [list(positions[first : first + size]) for first in positions[::size]]
+        augmented = run.method.prepares_on == "augmented"
+        epoch = Epoch(training.seed, run.index, 0, training.views) if augmented else None
+        for batch in batches(run.train, self.views, order, epoch=epoch, workers=training.workers):
+            self._stop_if_asked()
+            with self.fabric.autocast():
+                yield self._seen(run.method, self._on_device(batch), run.train, "prepare")
+
+    # -- stages
+
+    def _train(self, run: _TaskRun) -> list[float]:
+        """Train the stages of a task; return the mean loss of each epoch of all stages."""
+        stages = run.method.stages()
+        resumed = None if run.checkpointer is None else run.checkpointer.position
+        first = 0 if resumed is None else resumed.stage
+        if resumed is not None and first >= len(stages):
+            raise CorruptFile("the checkpoint", f"it counts {first} stages of {len(stages)}")
+        losses: list[float] = []
+        epochs_before = sum(stage.epochs or self.training.epochs for stage in stages[:first])
+        for number, stage in enumerate(stages[first:], first):
+            position = TrainingPosition(run.index, number, losses=losses)
+            losses = self._train_stage(run, stage, position, epochs_before)
+            epochs_before += stage.epochs or self.training.epochs
+            run.method.end_stage(stage)
+        return losses
+
+    def _train_stage(
+        self, run: _TaskRun, stage: Stage, position: TrainingPosition, epochs_before: int
+    ) -> list[float]:
+        method, epochs = run.method, stage.epochs or self.training.epochs
+        groups = stage.groups or [ParameterGroup(method.trainable_parameters())]
+        trained = {id(parameter) for group in groups for parameter in group.parameters}
+        paused = [each for each in method.trainable_parameters() if id(each) not in trained]
+        for parameter in paused:
+            parameter.requires_grad_(False)
+        optimizer = self._optimizer(method, stage, groups)
+        rates = [group["lr"] for group in optimizer.param_groups]
         module, wrapped = self.fabric.setup(method, optimizer)
         method.train()
         for network in method.modules():
             if isinstance(network, ViT):
-                network.recompute = training.recompute
-        resumed = checkpointer and checkpointer.restore_training(method, optimizer)
-        position = resumed or TrainingPosition(index)
-        if position.epoch > training.epochs:
-            raise CorruptFile("the checkpoint", f"it counts {position.epoch} epochs")
-        for epoch in range(position.epoch, training.epochs):
-            rate = learning_rate(training.schedule, start, epoch, training.epochs)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            samples = self._epoch_samples(method, own, past, index, epoch)
-            order = self._shuffled(len(samples), index, epoch)
-            if position.step > len(order):
-                raise CorruptFile(
-                    "the checkpoint", f"it counts {position.step} steps of {len(order)}"
-                )
-            left = order[position.step :]
-            shares = [batch[self.fabric.global_rank :: self.fabric.world_size] for batch in left]
-            key = Epoch(training.seed, index, epoch, training.views)
-            loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
-            for step, (batch, whole) in enumerate(zip(loader, left, strict=True), position.step):
-                wrapped.zero_grad()
-                loss = self._backward(method, module, self._on_device(batch), samples, len(whole))
-                if not (math.isfinite(loss) and self._gradients_are_finite(method)):
-                    raise NonFiniteLoss(index, epoch, step)
-                wrapped.step()
-                position.sum_of_losses += loss * len(whole)
+                network.recompute = self.training.recompute
+        if run.checkpointer is not None:
+            position = run.checkpointer.restore_training(method, optimizer) or position
+        if position.epoch > epochs:
+            raise CorruptFile("the checkpoint", f"it counts {position.epoch} epochs of {epochs}")
+        table = self._feature_table(method, run.train) if stage.data == "features" else None
+        for epoch in range(position.epoch, epochs):
+            data = self._epoch_data(run, stage, epochs_before + epoch, position.step, table)
+            steps = len(data.order)
+            for step, batch in enumerate(data.batches, position.step):
+                at = epoch + step / steps if stage.per_iteration else epoch
+                for group, start in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = self._rate(stage, start, at, epochs)
+                whole = len(data.order[step])
+                loss = self._step(run, stage, module, wrapped, batch, data.samples, whole)
+                if loss is None:
+                    raise NonFiniteLoss(run.index, epoch, step)
+                position.sum_of_losses += loss * whole
                 position.step = step + 1
-                progress = (index, tasks, epoch, training.epochs, step, len(order), loss, rate)
+                rate = optimizer.param_groups[0]["lr"]
+                progress = (run.index, run.tasks, epoch, epochs, step, steps, loss, rate)
                 self.on_event(Event("step", *progress))
-                if checkpointer is not None and position.step < len(order):
-                    checkpointer.save_after_step(method, optimizer, position)
-            mean = position.sum_of_losses / len(samples)
-            position = TrainingPosition(index, 0, epoch + 1, 0, [*position.losses, mean])
-            done = (index, tasks, epoch, training.epochs, len(order), len(order), mean, rate)
-            self.on_event(Event("epoch", *done))
-            if checkpointer is not None:
-                checkpointer.save_after_step(method, optimizer, position)
+                if position.step < steps:
+                    self._checkpoint(run, optimizer, position)
+            mean = position.sum_of_losses / data.count
+            losses = [*position.losses, mean]
+            position = TrainingPosition(run.index, position.stage, epoch + 1, 0, losses)
+            rate = optimizer.param_groups[0]["lr"]
+            finished = (run.index, run.tasks, epoch, epochs, steps, steps, mean, rate)
+            self.on_event(Event("epoch", *finished))
+            self._checkpoint(run, optimizer, position)
+        for parameter in paused:
+            parameter.requires_grad_(True)
         method.eval()
         return position.losses
 
-    def _backward(
-        self, method: Method, module: _FabricModule, batch: Batch, samples: Samples, whole: int
-    ) -> float:
-        """Add the gradients of this process's share of a batch of `whole` images.
+    def _optimizer(
+        self, method: Method, stage: Stage, groups: Sequence[ParameterGroup]
+    ) -> Optimizer:
+        training = self.training
+        rate = stage.learning_rate or training.learning_rate or method.learning_rate
+        decay = training.weight_decay if stage.weight_decay is None else stage.weight_decay
+        options = [
+            {
+                "params": list(group.parameters),
+                "lr": (group.learning_rate or rate) * group.factor,
+                "weight_decay": decay if group.weight_decay is None else group.weight_decay,
+            }
+            for group in groups
+        ]
+        if stage.optimizer == "sgd":
+            return torch.optim.SGD(options, momentum=stage.momentum)
+        kind = torch.optim.Adam if stage.optimizer == "adam" else torch.optim.AdamW
+        return kind(options, betas=training.betas)
 
-        Processes average their gradients, so a share's sums count as many times as there are
-        processes; the penalty is the same everywhere and counts once.
+    def _rate(self, stage: Stage, start: float, epoch: float, epochs: int) -> float:
+        schedule = stage.schedule or self.training.schedule
+        return learning_rate(schedule, start, epoch, epochs, stage.final_factor)
+
+    def _epoch_data(
+        self, run: _TaskRun, stage: Stage, epoch: int, done: int, table: Tensor | None
+    ) -> _EpochData:
+        """The batches of an epoch after `done` steps; `epoch` counts over all stages."""
+        training, world = self.training, self.fabric.world_size
+        seed = training.seed
+        samples: Samples | None = None
+        if stage.data == "generated":
+            generator = keyed_generator(seed, run.index, epoch, "generated")
+            table, labels = run.method.generate(stage, generator)
+        elif table is not None:
+            labels = torch.from_numpy(np.asarray(run.train.labels, dtype=np.int64))
+        else:
+            samples = self._epoch_samples(run, epoch)
+        count = len(table) if samples is None and table is not None else len(samples or ())
+        shuffled = torch.randperm(
+            count, generator=keyed_generator(seed, run.index, epoch, "order")
+        ).tolist()
+        size = stage.batch_size or training.batch_size
+        order = [shuffled[first : first + size] for first in range(0, count, size)]
+        if done > len(order):
+            raise CorruptFile("the checkpoint", f"it counts {done} steps of {len(order)}")
+        shares = [batch[self.fabric.global_rank :: world] for batch in order[done:]]
+        if samples is None:
+            assert table is not None
+            rows, targets = table.cpu(), labels.cpu()
+            tensors = (Batch(rows[own], targets[own], torch.tensor(own), None) for own in shares)
+            return _EpochData(None, count, order, tensors)
+        key = Epoch(seed, run.index, epoch, training.views) if stage.data == "augmented" else None
+        loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
+        return _EpochData(samples, count, order, loader)
+
+    def _epoch_samples(self, run: _TaskRun, epoch: int) -> Samples:
+        """The images of the task, and those of past tasks that the method replays."""
+        generator = keyed_generator(self.training.seed, run.index, epoch, "replay")
+        wanted = run.method.replay(len(run.train), generator).numpy()
+        if len(wanted) and wanted[:, 0].max() >= len(run.past):
+            problem = f"{run.method.name} replays images of past tasks; give all {run.index}"
+            raise BadOption("learn", "past", problem)
+        replayed = [
+            run.past[number].train.subset(wanted[wanted[:, 0] == number, 1])
+            for number in sorted(set(wanted[:, 0].tolist()))
+        ]
+        return Samples.concat([run.train, *replayed]) if replayed else run.train
+
+    # -- a step
+
+    def _step(
+        self,
+        run: _TaskRun,
+        stage: Stage,
+        module: _FabricModule,
+        optimizer: _FabricOptimizer,
+        batch: Batch,
+        samples: Samples | None,
+        whole: int,
+    ) -> float | None:
+        """Train on this process's share of a batch of `whole` images.
+
+        Returns:
+            The loss; None, and no step is made, if it or a gradient is not finite.
+        """
+        optimizer.zero_grad()
+        loss = self._backward(run.method, stage, module, self._on_device(batch), samples, whole)
+        if not math.isfinite(loss):
+            return None
+        gradients = [each.grad for each in run.method.trainable_parameters()]
+        # With 16-mixed the scaler causes overflows on purpose and skips those steps.
+        if self.precision != "16-mixed" and not all(
+            bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None
+        ):
+            return None
+        if stage.clip_norm is not None:
+            self.fabric.clip_gradients(module, optimizer, max_norm=stage.clip_norm)
+        optimizer.step()
+        return loss
+
+    def _backward(
+        self,
+        method: Method,
+        stage: Stage,
+        module: _FabricModule,
+        batch: Batch,
+        samples: Samples | None,
+        whole: int,
+    ) -> float:
+        """Accumulate the gradients of micro-batches and return the loss over all processes.
+
+        Processes average their gradients, so a share's sums are multiplied by the number of
+        processes; the penalty is the same everywhere and is added once.
         """
         processes = self.fabric.world_size
         largest = self._largest_share(whole)
@@ -253,10 +430,10 @@ class Engine:
         for start in starts:
             part = batch.part(slice(start, start + size))
             with self.fabric.autocast():
-                images, queries = self.queries.see(method, part, samples)
+                seen = self._seen(method, part, samples, stage.name)
             last = start == starts[-1]
             with self.fabric.no_backward_sync(module, enabled=not last):
-                loss: Loss = module(images, part.labels, queries)
+                loss: Loss = module(seen)
                 share = (loss.mean.sum() / whole + loss.total.sum()) * processes
                 if start == 0:
                     share = share + loss.penalty
@@ -264,32 +441,23 @@ class Engine:
             value += share.detach()
         return float(self._reduced(value, "mean"))
 
-    def _gradients_are_finite(self, method: Method) -> bool:
-        if self.precision == "16-mixed":
-            return True  # the scaler meets overflows on purpose and skips those steps
-        gradients = [p.grad for p in method.trainable_parameters() if p.grad is not None]
-        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+    def _seen(
+        self, method: Method, batch: Batch, samples: Samples | None, stage: str
+    ) -> TrainingBatch:
+        """What the method's loss receives; a batch without samples has features for images."""
+        if samples is None:
+            return TrainingBatch(None, batch.labels, None, batch.images, stage)
+        images, queries = self.queries.see(method, batch, samples)
+        return TrainingBatch(images, batch.labels, queries, None, stage)
 
-    def _epoch_samples(
-        self, method: Method, own: Samples, past: Sequence[Task], index: int, epoch: int
-    ) -> Samples:
-        """The task's images, and those of past tasks a method asks to see again."""
-        generator = keyed_generator(self.training.seed, index, epoch, "replay")
-        wanted = method.replay(len(own), generator).numpy()
-        if len(wanted) and wanted[:, 0].max() >= len(past):
-            problem = f"{method.name} sees images of past tasks again; give all {index} of them"
-            raise BadOption("learn", "past", problem)
-        again = [
-            past[number].train.subset(wanted[wanted[:, 0] == number, 1])
-            for number in sorted(set(wanted[:, 0].tolist()))
-        ]
-        return Samples.concat([own, *again]) if again else own
+    def _checkpoint(self, run: _TaskRun, optimizer: Optimizer, position: TrainingPosition) -> None:
+        if run.checkpointer is not None:
+            run.checkpointer.save_after_step(run.method, optimizer, position)
+        self._stop_if_asked()
 
-    def _shuffled(self, count: int, index: int, epoch: int) -> list[list[int]]:
-        generator = keyed_generator(self.training.seed, index, epoch, "order")
-        order: list[int] = torch.randperm(count, generator=generator).tolist()
-        size = self.training.batch_size
-        return [order[first : first + size] for first in range(0, count, size)]
+    def _stop_if_asked(self) -> None:
+        if self.should_stop():
+            raise Interrupted
 
     # -- passes without training
 
@@ -316,7 +484,7 @@ class Engine:
         return over_all / len(samples), among_own / len(samples)
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
-        """Of every sample in order, N x classes seen."""
+        """The logits of every sample in order, N x classes seen."""
         self._place(method)
         method.eval()
 
@@ -339,39 +507,57 @@ class Engine:
 
         return self._table(samples, features)
 
+    def _features_and_queries(
+        self, method: Method, samples: Samples
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features of all samples, and their queries if the method needs them."""
+        if method.closed_form or not method.needs_queries:
+            features = self._feature_table(method, samples)
+            return features, features if method.closed_form else None
+
+        def both(batch: Batch) -> Tensor:
+            images, queries = self.queries.see(method, batch, samples)
+            assert queries is not None
+            return torch.cat([method.features(images, queries), queries], dim=1)
+
+        features, queries = self._table(samples, both).split(method.vit_config.width, dim=1)
+        return features.contiguous(), queries.contiguous()
+
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda batch: method.queries(batch.images))
 
-    @torch.inference_mode(False)  # asked for while testing, a table may serve training later
+    @torch.inference_mode(False)  # a table made in evaluation may be used in training
     @torch.no_grad()
     def _table(self, samples: Samples, compute: Callable[[Batch], Tensor]) -> Tensor:
         """One row for each sample, in order, un-augmented, in every process."""
-        parts, places, done = [], [], 0
+        parts, positions, done = [], [], 0
         for batch in self._pass_over(samples):
             with self.fabric.autocast():
                 parts.append(compute(batch))
-            places.append(batch.positions)
+            positions.append(batch.positions)
             done += len(batch.positions) * self.fabric.world_size
             self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
         own = torch.cat(parts)
         table = own.new_zeros(len(samples), own.shape[1])
-        table[torch.cat(places)] = own
+        table[torch.cat(positions)] = own
         return self._reduced(table, "sum")
 
-    def _pass_over(self, samples: Samples) -> Iterable[Batch]:
+    def _pass_over(self, samples: Samples) -> Iterator[Batch]:
         """This process's share of all samples, un-augmented, in as many batches as others have.
 
-        They talk to each other in every batch where the backbone is spread: some may be empty.
+        A sharded backbone makes processes communicate in every batch: some may be empty.
         """
         share = range(self.fabric.global_rank, len(samples), self.fabric.world_size)
         size = self.training.micro_batch or self.training.batch_size
         starts = range(0, self._largest_share(len(samples)), size)
         order = [list(share[first : first + size]) for first in starts]
         loader = batches(samples, self.views, order, workers=self.training.workers)
-        return (self._on_device(batch) for batch in loader)
+        for batch in loader:
+            self._stop_if_asked()
+            yield self._on_device(batch)
 
     def _largest_share(self, count: int) -> int:
-        """Of so many images, in any process; where there is none, one empty batch is made."""
+        """The largest share of any process; at least 1, so that there is one (empty) batch."""
         return max(1, -(-count // self.fabric.world_size))
 
     def _reduced(self, tensor: Tensor, how: str) -> Tensor:
@@ -383,7 +569,7 @@ class Engine:
         return reduced
 
     def _in_any(self, here: bool) -> bool:
-        """Whether it is so in any process, where all have to do the same."""
+        """Whether it is true in any process, if all have to make the same passes."""
         if not isinstance(self.fabric.strategy, Sharded):
             return here
         return any_rank(self.fabric, lambda: here)()
@@ -419,8 +605,8 @@ def _check_classes(stream: Stream) -> None:
             task_of[row] = task.index
 
 
-def _everything(tasks: Sequence[Task]) -> Task:
-    """All tasks as one."""
+def _joined(tasks: Sequence[Task]) -> Task:
+    """All tasks as one task."""
     return Task(
         index=0,
         classes=tuple(row for task in tasks for row in task.classes),

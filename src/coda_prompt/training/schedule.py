@@ -1,4 +1,4 @@
-"""Learning rates per epoch."""
+"""Learning rate schedules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from typing import Literal
 Schedule = Literal["cosine", "lagging-cosine"]
 
 
-def learning_rate(schedule: Schedule, start: float, epoch: int, epochs: int) -> float:
-    """The rate of `epoch` (from 0) out of `epochs`.
+def learning_rate(
+    schedule: str, start: float, epoch: float, epochs: int, final_factor: float = 0.0
+) -> float:
+    """The learning rate of `epoch` (from 0) out of `epochs`.
 
-    `cosine` is the paper's formula, start * cos(99 pi e / (200 (E - 1))). `lagging-cosine` is what
-    the released scheduler does with it: epochs 0 and 1 at the start, later ones one epoch late.
+    - `cosine`: the formula of the CODA-Prompt paper, start * cos(99 pi e / (200 (E - 1)));
+    - `lagging-cosine`: the released scheduler, one epoch late: epochs 0 and 1 at the start rate;
+    - `annealing`: half a cosine wave from `start` to `start * final_factor` over E epochs;
+    - `constant`.
+
+    A fraction of an epoch gives the rate within it, for schedules per iteration.
     """
-    if epochs == 1:
+    if schedule == "annealing":
+        share = (1 + math.cos(math.pi * epoch / epochs)) / 2
+        return start * (final_factor + (1 - final_factor) * share)
+    if schedule == "constant" or epochs == 1:
         return start
     if schedule == "lagging-cosine":
         epoch = max(0, epoch - 1)
-    return start * math.cos(99 * math.pi * epoch / (200 * (epochs - 1)))
+    return start * max(0.0, math.cos(99 * math.pi * epoch / (200 * (epochs - 1))))
