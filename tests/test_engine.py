@@ -67,11 +67,13 @@ class Watched:
         self.images: list[Tensor] = []
         loss = method.loss
 
-        def watched(images: Images, labels: Tensor, queries: Tensor | None) -> Loss:
-            self.labels.append(labels.tolist())
+        def watched(batch: TrainingBatch) -> Loss:
+            images = batch.images
+            assert images is not None
+            self.labels.append(batch.labels.tolist())
             seen = images.tokens if isinstance(images, Opening) else images
             self.images.append(seen.clone())
-            return loss(images, labels, queries)
+            return loss(batch)
 
         method.loss = watched  # type: ignore[method-assign]
 
@@ -148,10 +150,10 @@ def test_the_replay_buffer_is_balanced_and_bounded() -> None:
     method = methods.make("er-5000", tiny_vit(), buffer=7)
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=64))
     engine.run(method, make_stream(patterns(5, 6), tasks=2))
-    counts = torch.bincount(method.buffer[:, 2], minlength=5)
+    counts = torch.bincount(method.buffer.frozen[:, 2], minlength=5)
     assert counts.tolist() == [2, 2, 1, 1, 1]
-    tasks = method.buffer[:, 0]
-    assert tasks.tolist() == [0 if row < 3 else 1 for row in method.buffer[:, 2].tolist()]
+    tasks = method.buffer.frozen[:, 0]
+    assert tasks.tolist() == [0 if row < 3 else 1 for row in method.buffer.frozen[:, 2].tolist()]
 
 
 def test_lwf_holds_old_classes_by_the_outputs_of_the_network_before_the_task() -> None:
@@ -184,9 +186,9 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> Non
     before = {key: tensor.clone() for key, tensor in method.learned_state().items()}
     loss, calls = method.loss, []
 
-    def breaks(images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
-        calls.append(len(labels))
-        found = loss(images, labels, queries)
+    def breaks(batch: TrainingBatch) -> Loss:
+        calls.append(len(batch.labels))
+        found = loss(batch)
         return found._replace(mean=found.mean * math.inf) if len(calls) == 4 else found
 
     method.loss = breaks  # type: ignore[method-assign]
@@ -207,8 +209,8 @@ def test_a_non_finite_gradient_is_noticed_though_its_loss_was_finite() -> None:
     method = methods.make("ft", tiny_vit())
     loss = method.loss
 
-    def steep(images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
-        found = loss(images, labels, queries)
+    def steep(batch: TrainingBatch) -> Loss:
+        found = loss(batch)
         return found._replace(penalty=(found.mean.sum() * 0).sqrt())
 
     method.loss = steep  # type: ignore[method-assign]
@@ -328,7 +330,7 @@ def test_weight_decay_acts_on_what_trains() -> None:
     for decay in (0.0, 10.0):
         method = methods.make("coda-p", tiny_vit())
         Engine(PLAIN_VIEWS, Training(epochs=3, weight_decay=decay)).learn(method, task)
-        lengths.append(float(method.components.norm()))
+        lengths.append(float(method.components.frozen.norm()))
     assert lengths[1] < 0.999 * lengths[0]
 
 
@@ -653,16 +655,16 @@ def test_buffers_written_in_place_are_put_back_too() -> None:
     method = methods.make("ncm", tiny_vit())
     engine = Engine(PLAIN_VIEWS)
     engine.learn(method, first)
-    sums = method.sums.clone()
+    sums = method.sums.frozen.clone()
 
-    def fit(queries: Tensor, labels: Tensor) -> None:
-        method.sums.add_(1)
+    def fit(features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        method.sums.frozen.add_(1)
         raise KeyboardInterrupt
 
     method.fit = fit  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         engine.learn(method, second)
-    assert torch.equal(method.sums, sums)
+    assert torch.equal(method.sums.frozen, sums)
 
 
 def test_a_large_but_finite_gradient_is_not_taken_for_overflow() -> None:
@@ -670,8 +672,8 @@ def test_a_large_but_finite_gradient_is_not_taken_for_overflow() -> None:
     method = methods.make("coda-p", tiny_vit())
     loss = method.loss
 
-    def large(images: Tensor, labels: Tensor, queries: Tensor | None) -> Loss:
-        found = loss(images, labels, queries)
+    def large(batch: TrainingBatch) -> Loss:
+        found = loss(batch)
         return found._replace(mean=found.mean * 1e21)
 
     method.loss = large  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ from coda_prompt.shutdown import ShutdownFlag
 from coda_prompt.storage.files import as_json, exclusive_lock
 from coda_prompt.storage.remote import Mirror
 from coda_prompt.storage.tensors import tensors_sha256, write_tensors
-from coda_prompt.training.checkpointing import Checkpoint, Checkpointer, heed
+from coda_prompt.training.checkpointing import Checkpoint, Checkpointer
 from coda_prompt.training.devices import Devices, any_rank
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -268,13 +268,10 @@ def _train(
     should_stop: Callable[[], bool],
 ) -> None:
     """Learn the remaining tasks and measure after each."""
-
-    def on_event(event: Event) -> None:
-        heed(should_stop, event)
-        recorder.record(event)
-
     training = job.run.benchmark.method_training(job.run.method, job.run.seed)
-    engine = Engine(job.views, training, fabric=fabric, on_event=on_event)
+    engine = Engine(
+        job.views, training, fabric=fabric, on_event=recorder.record, should_stop=should_stop
+    )
     engine.run(
         job.method,
         job.stream,

@@ -44,7 +44,7 @@ from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json, file_sha256
-from coda_prompt.training.checkpointing import Checkpointer, heed
+from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.devices import Devices, any_rank
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -558,7 +558,7 @@ class ContinualClassifier:
         self, folder: Path, identity: Any, stop: Callable[[], bool]
     ) -> Checkpointer:
         rank_zero = self._fabric.global_rank == 0
-        checkpointer = Checkpointer(folder, identity, writes=rank_zero, stop=stop)
+        checkpointer = Checkpointer(folder, identity, writes=rank_zero)
         other = checkpointer.other_training and checkpointer.other_training.identity
         if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
             raise UnfinishedLesson(folder)
@@ -572,12 +572,13 @@ class ContinualClassifier:
         stop: Callable[[], bool],
         on_event: OnEvent | None,
     ) -> None:
-        def report(event: Event) -> None:
-            heed(stop, event)
-            if on_event is not None:
-                on_event(event)
-
-        engine = Engine(self._views, training, fabric=self._fabric, on_event=report)
+        engine = Engine(
+            self._views,
+            training,
+            fabric=self._fabric,
+            on_event=on_event or (lambda event: None),
+            should_stop=stop,
+        )
         engine.learn(self._method, task, checkpointer=checkpointer)
 
     def _record(self, images: Labelled, task: Task) -> TaskRecord:

@@ -32,7 +32,6 @@ from coda_prompt.methods import Method
 from coda_prompt.methods.bank import upgrade_format1, upgrade_training_format1
 from coda_prompt.storage.files import FileSchema, write_atomically
 from coda_prompt.storage.tensors import read_tensors, tensors_sha256, write_tensors
-from coda_prompt.training.settings import Event
 
 log = logging.getLogger(__name__)
 
@@ -219,14 +218,19 @@ class Checkpointer:
         self._write_checkpoint(TrainingPosition(task + 1), None)
 
     def save_after_step(
-        self, method: Method, optimizer: Optimizer, position: TrainingPosition
+        self,
+        method: Method,
+        optimizer: Optimizer,
+        position: TrainingPosition,
+        *,
+        stopping: bool = False,
     ) -> None:
-        """Save within a task if the interval has passed, an epoch ended or a shutdown is requested.
+        """Save within a task if the interval has passed, an epoch ended or training is `stopping`.
 
         Raises:
             Interrupted: A shutdown was requested; the step is saved.
         """
-        stop = self._stop()
+        stop = stopping or self._stop()
         due = stop or position.step == 0 or time.monotonic() - self._last_save >= self.interval
         if due and self.writes:
             tensors = _training_tensors(method, optimizer, position.stage)
@@ -455,9 +459,3 @@ def _number(path: Path) -> int:
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def heed(stop: Callable[[], bool], event: Event) -> None:
-    """Raise Interrupted between two steps if a shutdown was requested."""
-    if event.kind in ("task", "evaluation", "pass") and stop():
-        raise Interrupted

@@ -451,9 +451,11 @@ class Engine:
         return TrainingBatch(images, batch.labels, queries, None, stage)
 
     def _checkpoint(self, run: _TaskRun, optimizer: Optimizer, position: TrainingPosition) -> None:
+        stopping = self.should_stop()
         if run.checkpointer is not None:
-            run.checkpointer.save_after_step(run.method, optimizer, position)
-        self._stop_if_asked()
+            run.checkpointer.save_after_step(run.method, optimizer, position, stopping=stopping)
+        if stopping:
+            raise Interrupted
 
     def _stop_if_asked(self) -> None:
         if self.should_stop():
