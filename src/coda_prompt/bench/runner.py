@@ -104,7 +104,6 @@ def execute(
             run.folder / CHECKPOINTS,
             {"config": as_json(run.config), "inputs": input_hashes(job.environment)},
             writes=writes,
-            stop=should_stop,
             notes=recorder.progress,
             on_checkpoint=mirror.push if mirror is not None else lambda: None,
         )

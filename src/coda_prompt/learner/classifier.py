@@ -239,7 +239,7 @@ class ContinualClassifier:
             checkpointer = None
             if progress is not None:
                 identity = self._lesson_identity(images, training, validation)
-                checkpointer = self._open_checkpoints(progress, identity, stop)
+                checkpointer = self._open_checkpoints(progress, identity)
             self._train(task, training, checkpointer, stop, on_event)
             self._tasks = [*records, self._record(images, task)]
             if len(task.test):
@@ -554,9 +554,7 @@ class ContinualClassifier:
             }
         )
 
-    def _open_checkpoints(
-        self, folder: Path, identity: Any, stop: Callable[[], bool]
-    ) -> Checkpointer:
+    def _open_checkpoints(self, folder: Path, identity: Any) -> Checkpointer:
         rank_zero = self._fabric.global_rank == 0
         checkpointer = Checkpointer(folder, identity, writes=rank_zero)
         other = checkpointer.other_training and checkpointer.other_training.identity
