@@ -1,4 +1,4 @@
-"""Nothing lost: a training that was stopped, however, ends with the bits of one that was not."""
+"""Checkpoints: interrupted training resumes and ends bit-identical."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import AUGMENTED_VIEWS, coda, patterns, started_coda, tiny_vit
+from small import AUGMENTED_VIEWS, brief, coda, patterns, started_coda, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.bench.runs import CHECKPOINTS, RESULT
 from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import METHODS, Method
-from coda_prompt.training.checkpointing import Checkpointer
+from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Result, Training
 
@@ -45,7 +45,7 @@ def made(name: str) -> Method:
 def kept_run(
     folder: Path, name: str, stop: Callable[[], bool] = lambda: False, **training: Any
 ) -> tuple[Method, Result]:
-    """One go at the run in this folder, kept at every step."""
+    """Run or resume in this folder, with a checkpoint after every step."""
     method, result = made(name), Result.empty([8] * 3)
 
     def notes() -> dict[str, Any]:
@@ -78,7 +78,7 @@ def assert_same(found: tuple[Method, Result], expected: tuple[Method, Result]) -
 
 @pytest.mark.parametrize("queries", ["exact", "cached"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("coda-p-s",)])
-def test_a_training_stopped_again_and_again_ends_with_the_same_bits(
+def test_a_training_interrupted_repeatedly_ends_bit_identical(
     name: str, queries: str, tmp_path: Path
 ) -> None:
     if queries == "cached" and not methods.find(name).type.needs_queries:
@@ -87,13 +87,13 @@ def test_a_training_stopped_again_and_again_ends_with_the_same_bits(
     for attempt in range(30):
         calls = 0
 
-        def tired() -> bool:
+        def request_stop() -> bool:
             nonlocal calls
             calls += 1
             return calls == 2 + attempt % 3  # noqa: B023
 
         try:
-            found = kept_run(tmp_path, name, tired, queries=queries)
+            found = kept_run(tmp_path, name, request_stop, queries=queries)
             break
         except Interrupted:
             continue
@@ -105,13 +105,13 @@ def test_a_training_stopped_again_and_again_ends_with_the_same_bits(
 def stopped(folder: Path, name: str, steps: int) -> None:
     left = steps
 
-    def tired() -> bool:
+    def request_stop() -> bool:
         nonlocal left
         left -= 1
         return left == 0
 
     with pytest.raises(Interrupted):
-        kept_run(folder, name, tired)
+        kept_run(folder, name, request_stop)
 
 
 def newest(folder: Path, kind: str) -> Path:
@@ -120,7 +120,7 @@ def newest(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "emptied"])
 @pytest.mark.parametrize("kind", ["checkpoint", "training", "learned"])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     kind: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stopped(tmp_path, "coda-p", 7)  # in the second task
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
     assert_same(found, whole_run("coda-p"))
 
 
-def test_a_checkpoint_of_another_training_is_not_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 3)
     assert Checkpointer(tmp_path, {"name": "coda-p"}).latest is not None
     assert Checkpointer(tmp_path, {"name": "ft"}).latest is None
@@ -162,7 +162,7 @@ def test_tasks_write_only_what_they_add(tmp_path: Path) -> None:
     [{"task": 99}, {"epoch": 99}, {"step": 99}, {"step": 10**30}, {"losses": [0.1] * 9}],
     ids=str,
 )
-def test_a_forged_place_is_refused(forged: dict[str, Any], tmp_path: Path) -> None:
+def test_a_forged_position_is_refused(forged: dict[str, Any], tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 7)
     for path in tmp_path.glob("checkpoint-*"):
         held = json.loads(json.loads(path.read_text())["content"]) | forged
@@ -174,7 +174,7 @@ def test_a_forged_place_is_refused(forged: dict[str, Any], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["checkpoint-old.json", "checkpoint-²²²²²².json"])
-def test_a_stray_file_is_none_of_ours(name: str, tmp_path: Path) -> None:
+def test_files_with_similar_names_are_ignored(name: str, tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 7)
     (tmp_path / name).write_text("{}")
     assert_same(kept_run(tmp_path, "coda-p"), whole_run("coda-p"))
@@ -201,7 +201,7 @@ def test_paths_in_a_checkpoint_cannot_leave_the_folder(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path, {"name": "coda-p"}).latest is None
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_remove_leaves_foreign_files_alone(tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 7)
     others = [tmp_path / name for name in (".DS_Store", "training-of-mine.safetensors", ".a.tmp")]
     for path in others:
@@ -211,7 +211,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_symbolic_link_as_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "mine", "coda-p", 7)
     held = sorted((tmp_path / "mine").iterdir())
     (tmp_path / "linked").symlink_to(tmp_path / "mine")
@@ -221,8 +221,8 @@ def test_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "whole", "nan"])
-def test_an_optimizer_that_cannot_be_is_refused(how: str, tmp_path: Path) -> None:
-    """With all hashes right, as a stranger would make it."""
+def test_a_forged_optimizer_state_is_refused(how: str, tmp_path: Path) -> None:
+    """All hashes are right, as in a file made by an attacker."""
     stopped(tmp_path, "coda-p", 7)
     path = newest(tmp_path, "training")
     tensors = load_file(path)
@@ -247,11 +247,52 @@ def test_an_optimizer_that_cannot_be_is_refused(how: str, tmp_path: Path) -> Non
         kept_run(tmp_path, "coda-p")
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_with_parameter_groups_resumes_in_any_stage(
+    name: str, stage: int, tmp_path: Path
+) -> None:
+    def begin() -> tuple[Method, torch.optim.Optimizer]:
+        method = made("coda-p")
+        method.begin_task(brief(method, new=2))
+        first, *others = method.trainable_parameters()
+        groups = [{"params": others}, {"params": [first], "lr": 0.01}]
+        return method, OPTIMIZERS[name](groups)
+
+    def step(method: Method, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in method.trainable_parameters():
+            parameter.grad = torch.cos(parameter.detach())
+        optimizer.step()
+
+    method, optimizer = begin()
+    step(method, optimizer)
+    method.task_sizes.append([5])  # as a stage that changes a buffer
+    position = TrainingPosition(0, stage, 1, 0, [0.5])
+    Checkpointer(tmp_path, {}).save_after_step(method, optimizer, position)
+    step(method, optimizer)
+    resumed, new_optimizer = begin()
+    assert Checkpointer(tmp_path, {}).restore_training(resumed, new_optimizer) == position
+    step(resumed, new_optimizer)
+    for mine, other in zip(
+        resumed.trainable_parameters(), method.trainable_parameters(), strict=True
+    ):
+        assert torch.equal(mine, other)
+    assert len(resumed.task_sizes.rows) == (2 if stage else 1)
+
+
 # -- runs of a benchmark
 
 
 def comparable(out: Path) -> dict[str, Any]:
-    """All results and logs below a folder but for times and memory."""
+    """Return all results and logs below a folder except times and memory."""
     found = {}
     for path in sorted(out.rglob(RESULT)):
         result = json.loads(path.read_text())
@@ -301,7 +342,7 @@ def survives_kills(
     assert comparable(out) == expected
 
 
-def test_a_benchmark_that_is_killed_ends_as_if_it_had_not_been(
+def test_a_killed_benchmark_resumes_and_ends_with_the_same_results(
     tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     survives_kills(tiny, tmp_path, uninterrupted, [0.3, 1.0, 2.0])
@@ -309,7 +350,7 @@ def test_a_benchmark_that_is_killed_ends_as_if_it_had_not_been(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_a_benchmark_that_is_killed_at_any_moment(
+def test_a_benchmark_killed_at_any_moment_ends_with_the_same_results(
     seed: int, tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     moments = [random.Random(seed * 10 + each).uniform(0, 3) for each in range(3)]
@@ -321,7 +362,7 @@ def test_a_benchmark_that_is_killed_at_any_moment(
     ("kind", "jobs"),
     [(signal.SIGINT, "1"), (signal.SIGTERM, "2")],
 )
-def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
+def test_ctrl_c_checkpoints_the_step_and_says_how_to_resume(
     kind: signal.Signals, jobs: str, tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     arguments = [*micro(tiny, tmp_path), "--jobs", jobs]
@@ -343,7 +384,7 @@ def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(
     assert comparable(tmp_path) == uninterrupted
 
 
-def test_two_processes_on_one_folder(tiny: Path, tmp_path: Path) -> None:
+def test_a_second_process_on_the_same_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
     longer = ("--set", "training.epochs=200")
     first = started_coda("bench", *micro(tiny, tmp_path), *longer)
     while not list(tmp_path.rglob("checkpoint-*")) and first.poll() is None:
@@ -355,10 +396,10 @@ def test_two_processes_on_one_folder(tiny: Path, tmp_path: Path) -> None:
     assert f"pid {first.pid}" in second.stderr
 
 
-def test_a_full_disk_keeps_the_last_good_state(
+def test_a_run_resumes_after_a_full_disk(
     tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    """A limit on the size of files stands for the disk; without it the run goes on."""
+    """A limit on file sizes simulates the disk; without it the run resumes."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
     limited += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     program = limited + "from coda_prompt.cli import main; main()"

@@ -1,4 +1,4 @@
-"""Several processes on one training change no number."""
+"""Training on several ranks gives the numbers of one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_same_training(found: Path, expected: Path, rows: int, *, worst: float
     ],
     ids=["devices", "torchrun", "fsdp"],
 )
-def test_several_processes_learn_what_one_learns(
+def test_several_ranks_learn_what_one_learns(
     start: tuple[str, ...], more: tuple[str, ...], rows: int, tiny: Path, alone: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -94,7 +94,7 @@ def test_several_processes_learn_what_one_learns(
         (16, 1e-4),  # 100 steps: where a gradient is nothing but rounding, Adam makes a step of it
     ],
 )
-def test_pocket_on_two_processes(batch: int, worst: float, tmp_path: Path) -> None:
+def test_pocket_on_two_ranks_equals_one(batch: int, worst: float, tmp_path: Path) -> None:
     settings = ("--set", "training.epochs=1", "--set", f"training.batch_size={batch}")
     rows = ("--methods", "coda-p,ncm", "--trials", "1")
     given = ("bench", "pocket", *settings, *rows, "--precision", "64-true", "--keep", "--json")
@@ -109,7 +109,9 @@ def test_pocket_on_two_processes(batch: int, worst: float, tmp_path: Path) -> No
     assert_same_training(tmp_path / "three", tmp_path / "one", 2, worst=worst)
 
 
-def test_a_model_taught_by_two_processes(drawing_folders: Path, tmp_path: Path) -> None:
+def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
+    drawing_folders: Path, tmp_path: Path
+) -> None:
     """Also continued, and measured on held-out images, the same by one process and by two."""
     for name, more in (("one", ()), ("two", ("--devices", "2"))):
         for task in ("task-1", "task-2"):
@@ -154,7 +156,7 @@ def on_two_processes(folder: Path, strategy: str, *lines: str) -> str:
     return finished.stdout
 
 
-def test_fsdp_spreads_the_frozen_backbone(tmp_path: Path) -> None:
+def test_fsdp_shards_the_frozen_backbone(tmp_path: Path) -> None:
     told = on_two_processes(
         tmp_path, "fsdp",
         "whole = sum(p.numel() for p in method.backbone.blocks.parameters())",
@@ -196,7 +198,7 @@ def longer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_a_training_of_two_processes_that_was_stopped_goes_on(
+def test_an_interrupted_training_on_two_ranks_resumes(
     kind: signal.Signals, tiny: Path, longer: Path, tmp_path: Path
 ) -> None:
     """All are asked to stop; or the second one is killed, which the first one has to notice."""
@@ -220,7 +222,7 @@ def test_a_training_of_two_processes_that_was_stopped_goes_on(
     assert comparable(tmp_path) == comparable(longer)
 
 
-def test_what_one_process_finds_wrong_is_told_once(tiny: Path, tmp_path: Path) -> None:
+def test_an_error_on_any_rank_is_reported_once(tiny: Path, tmp_path: Path) -> None:
     fields = tiny.read_text()
     data = tmp_path / "data"
     shutil.copytree(tiny.parent / "data", data)
@@ -234,7 +236,7 @@ def test_what_one_process_finds_wrong_is_told_once(tiny: Path, tmp_path: Path) -
     assert "Traceback" not in finished.stderr
 
 
-def test_the_first_process_speaks_for_another_one_though_it_is_busy(tmp_path: Path) -> None:
+def test_rank_0_reports_the_error_of_another_rank_while_busy(tmp_path: Path) -> None:
     """It computes for long before it would meet the others again."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -252,7 +254,7 @@ def test_the_first_process_speaks_for_another_one_though_it_is_busy(tmp_path: Pa
     assert finished.stderr.strip() == "coda: Option 'image' of the test: this one is bad."
 
 
-def test_what_cannot_be_asked_for(
+def test_impossible_device_options_are_refused(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished = run(*PLAIN, *bench(tiny, tmp_path, "--devices", "2", "--jobs", "2"))

@@ -1,4 +1,4 @@
-"""Every file the program reads, damaged or forged: an error of errors.py, and nothing worse.
+"""Damaged or forged files of every kind raise a CodaError and nothing else.
 
 A few examples of each kind here; hundreds of each in the slow suite.
 """
@@ -272,7 +272,7 @@ def test_damaged_models(examples: int, tmp_path: Path) -> None:
 
 @FEW
 def test_forged_models(examples: int, tmp_path: Path) -> None:
-    """With a right hash, a description can say anything."""
+    """A description with a valid hash can have any content."""
     taught(range(2), [2], method="ncm").save(tmp_path / "whole")
     images, _ = drawings(range(2), 2, test=True)
 
@@ -301,7 +301,7 @@ def test_backbones(examples: int, tiny: Path, tmp_path: Path) -> None:
 
 @FEW
 def test_checkpoints(examples: int, tmp_path: Path) -> None:
-    """Damaged, the one before or the start is taken, and the result is the same."""
+    """A damaged checkpoint is skipped, and the result is the same."""
     stopped(tmp_path / "whole", "coda-p", 5)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     expected = whole_run("coda-p")[0].learned_state()
@@ -371,7 +371,7 @@ def test_images(examples: int, tmp_path: Path) -> None:
 
 
 def refused_or_fine(read: Callable[[], Any]) -> Any:
-    """What was read, or None where it was refused in words; any other error gets through."""
+    """Return what was read, or None after a CodaError; other exceptions propagate."""
     try:
         return read()
     except CodaError:

@@ -1,4 +1,4 @@
-"""Models on the hub: pushed and fetched through its protocol, on a loopback server."""
+"""Upload and download of models through the hub's protocol, on a loopback server."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
     made.server.server_close()
 
 
-def test_a_model_goes_to_the_hub_and_comes_back(hub: LoopbackHub) -> None:
+def test_an_uploaded_model_downloads_unchanged(hub: LoopbackHub) -> None:
     classifier = taught(range(3), method="ncm")
     address = classifier.push_to_hub("me/sketches", token="secret", endpoint=hub.address)
     assert address.endswith(COMMIT)
@@ -124,6 +124,6 @@ def test_a_folder_is_loaded_without_the_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["me/nothing", "not a name"])
-def test_a_model_that_is_not_there_is_one_clear_message(name: str, hub: LoopbackHub) -> None:
+def test_a_missing_model_raises_one_clear_error(name: str, hub: LoopbackHub) -> None:
     with pytest.raises(HubError, match=re.escape(f"'{name}' could not be downloaded")):
         ContinualClassifier.from_pretrained(name, endpoint=hub.address)
