@@ -342,7 +342,7 @@ def test_task_without_test_images_is_noted() -> None:
 
 
 def test_class_in_two_tasks_is_an_error() -> None:
-    with pytest.raises(ClassInTwoTasks, match="'c1' is in task 1 and again in task 2"):
+    with pytest.raises(ClassInTwoTasks, match="'c1' is in task 1 and in task 2"):
         make_stream(make_source(), class_lists=[["c0", "c1"], ["c2", "c1"]])
 
 
