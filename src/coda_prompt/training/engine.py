@@ -368,7 +368,9 @@ class Engine:
         generator = keyed_generator(self.training.seed, run.index, epoch, "replay")
         wanted = run.method.replay(len(run.train), generator).numpy()
         if len(wanted) and wanted[:, 0].max() >= len(run.past):
-            problem = f"{run.method.name} replays images of past tasks; give all {run.index}"
+            problem = (
+                f"{run.method.name} replays images of past tasks; give all {run.index} of them"
+            )
             raise BadOption("learn", "past", problem)
         replayed = [
             run.past[number].train.subset(wanted[wanted[:, 0] == number, 1])
