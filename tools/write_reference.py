@@ -1,0 +1,133 @@
+"""Write docs/reference/: command line, options and presets, from the code.
+
+    python tools/write_reference.py
+
+`tests/test_reference.py` fails if a page differs from what this script writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from coda_prompt.bench.config import preset_names
+from coda_prompt.cli import app
+from coda_prompt.methods import METHODS, describe
+from coda_prompt.methods.options import option_meanings
+from coda_prompt.model.catalog import CATALOG
+from coda_prompt.training.settings import Training
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+NOTE = "<!-- Written by tools/write_reference.py. Do not edit. -->\n\n"
+
+
+def main() -> None:
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, "utf-8")
+        print(FOLDER / name)
+
+
+def pages() -> dict[str, str]:
+    """Every generated page by file name."""
+    return {
+        "cli.md": NOTE + _command_line(),
+        "options.md": NOTE + _options(),
+        "presets.md": NOTE + _presets(),
+    }
+
+
+def _command_line() -> str:
+    group: Any = typer.main.get_command(app)
+    commands = [_command(name, command) for name, command in group.commands.items()]
+    return "\n".join([f"# Command line\n\n{group.help}\n", *commands])
+
+
+def _command(name: str, command: Any) -> str:
+    context = command.context_class(command, info_name=f"coda {name}")
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    rows = [
+        (
+            f"`{_names(parameter)}`",
+            _default(parameter),
+            getattr(parameter, "help", None) or "",
+        )
+        for parameter in command.params
+        if parameter.name != "help"
+    ]
+    text = f"## coda {name}\n\n{inspect.cleandoc(command.help or '')}\n\n    {usage}\n\n"
+    text += _table(("argument or option", "default", "meaning"), rows)
+    return text + (f"\n{command.epilog}\n" if command.epilog else "")
+
+
+def _names(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper()
+    return "`, `".join([*parameter.opts, *parameter.secondary_opts])
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if value is None or callable(value) or parameter.required or repr(value).startswith("<"):
+        return ""
+    return f"`{value}`" if not isinstance(value, bool) else ("on" if value else "off")
+
+
+def _options() -> str:
+    text = (
+        "# Options of methods and training\n\n"
+        "Set them with `--set methods.NAME.options.FIELD=VALUE` and `--set training.FIELD=VALUE` "
+        "in `coda bench`, or as keyword arguments of `ContinualClassifier`.\n\n## Training\n\n"
+    )
+    meanings = option_meanings(Training)
+    defaults = dataclasses.asdict(Training())
+    text += _table(
+        ("field", "default", "meaning"),
+        [
+            (f"`{field}`", f"`{value}`", meanings.get(field, ""))
+            for field, value in defaults.items()
+        ],
+    )
+    for name in METHODS:
+        method = describe(name)
+        rows = [
+            (f"`{option['name']}`", f"`{option['default']}`", option["meaning"])
+            for option in method["options"]
+        ]
+        text += f"\n## {name}\n\n{method['summary']}.\n\n"
+        text += _table(("option", "default", "meaning"), rows)
+    text += "\n## Backbones\n\n" + _table(
+        ("name", "weights", "description"),
+        [
+            (f"`{entry.name}`", entry.repository or "in the package", entry.description)
+            for entry in CATALOG.values()
+        ],
+    )
+    return text
+
+
+def _presets() -> str:
+    rows: list[tuple[str, ...]] = []
+    for name in preset_names():
+        file = resources.files("coda_prompt") / "bench" / "presets" / f"{name}.yaml"
+        preset: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
+        rows.append((f"`{name}`", preset.get("like", ""), preset.get("description", "")))
+    return "# Benchmark presets\n\n`coda bench NAME`.\n\n" + _table(
+        ("preset", "based on", "description"), rows
+    )
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+
+
+if __name__ == "__main__":
+    main()
