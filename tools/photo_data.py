@@ -44,12 +44,14 @@ def load(data: Path, name: str) -> Photographs:
 def files_of(git_dir: Path, folder: str) -> Iterator[tuple[str, bytes]]:
     """The path and content of every file under a folder of a repository's last commit."""
     command = ["git", f"--git-dir={git_dir}", "archive", "HEAD", folder]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as archive:
-        with tarfile.open(fileobj=archive.stdout, mode="r|") as files:
-            for member in files:
-                content = files.extractfile(member)
-                if content is not None:
-                    yield member.name, content.read()
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as archive,
+        tarfile.open(fileobj=archive.stdout, mode="r|") as files,
+    ):
+        for member in files:
+            content = files.extractfile(member)
+            if content is not None:
+                yield member.name, content.read()
     if archive.returncode:
         raise SystemExit(f"`{' '.join(command)}` failed; is {git_dir} a clone of the repository?")
 

