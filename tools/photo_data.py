@@ -18,7 +18,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ def decode(content: bytes) -> Bytes:
 def write(data: Path, name: str, photographs: dict[str, Bytes], classes: dict[str, int]) -> None:
     """Write one set, ordered by path. `classes`: the label of each path."""
     paths = sorted(photographs)
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         name: np.stack([photographs[path] for path in paths]),
         f"{name}-labels": np.array([classes[path] for path in paths], dtype=np.int64),
     }

