@@ -164,7 +164,6 @@ def predict(
 ) -> None:
     """Predict the class of images."""
     from coda_prompt.data.resolve import image_paths
-    from coda_prompt.data.sources import FileSplit
     from coda_prompt.learner.classifier import ContinualClassifier
 
     if as_json and as_csv:
@@ -180,11 +179,11 @@ def predict(
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
     with LearnerProgress(stderr_console()) as progress:
         predictions = predictor.predict(
-            FileSplit(paths, [0] * len(paths)),
+            paths,
             top=top,
             unknown_below=unknown_below,
             on_bad=_print_left_out if skip_bad else None,
-            on_progress=progress.on_pass,
+            on_event=progress.on_event,
         )
         rows = ((decode_file_name(paths[index]), prediction) for index, prediction in predictions)
         if as_csv:
@@ -315,14 +314,11 @@ class LearnerProgress(ProgressBar):
 
     def on_event(self, event: "Event") -> None:
         if event.kind == "pass":
-            self.on_pass(event.step, event.steps)
+            self._update("reading images", event.step, event.steps)
         elif event.kind in ("step", "epoch"):
             status = f"learning, epoch {event.epoch + 1}/{event.epochs}, loss {event.loss:.2f}"
             done = event.epoch * event.steps + event.step
             self._update(status, done, event.epochs * event.steps)
-
-    def on_pass(self, done: int, total: int) -> None:
-        self._update("reading images", done, total)
 
     def _update(self, status: str, done: int, total: int) -> None:
         self.bar.update(self._line, description=status, completed=done, total=total)

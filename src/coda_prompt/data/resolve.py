@@ -1,7 +1,7 @@
 """Resolve what a user names into images: names and prefixes, folders, paths, PIL images, arrays,
 datasets.
 
-`open_source` opens train and test images by name; `labelled` and `unlabelled` also take objects.
+`open_source` opens train and test images by name; `labelled` and `image_items` also take objects.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Subset
 
@@ -53,8 +54,7 @@ class MemorySplit:
         return len(self.labels)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
-        item = self.images[index]
-        return as_image(item[0] if isinstance(item, tuple | list) else item)
+        return as_image(self.images[index], min_side)
 
     def subset(self, indices: Sequence[int]) -> MemorySplit:
         images = self.images if len(indices) == len(self) else Subset(self.images, indices)
@@ -179,43 +179,32 @@ def _open_labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelle
         return _open_folder(Path(data), skip_bad)
     if labels is None:
         return _open_dataset(data, skip_bad)
-    split = unlabelled(data)
+    items = image_items(data)
     names, rows = _number([str(label) for label in _check_labels(labels)])
-    if len(rows) != len(split):
-        raise BadOption("the images", "labels", f"{len(rows)} labels for {len(split)} images")
-    if isinstance(split, FileSplit):
-        return _check_files(split.paths, rows, names, skip_bad)
-    split.labels = rows
-    if isinstance(split, MemorySplit):
-        return _check_items(split, names, skip_bad)
-    return Labelled(split, names)
+    if len(rows) != len(items):
+        raise BadOption("the images", "labels", f"{len(rows)} labels for {len(items)} images")
+    if isinstance(items, np.ndarray) and items.dtype == np.uint8 and items.shape[3:] in ((), (3,)):
+        return Labelled(ArraySplit(items, rows), names)
+    if all(isinstance(item, str | os.PathLike) for item in items):
+        return _check_files(list(items), rows, names, skip_bad)
+    return _check_items(MemorySplit(items, rows), names, skip_bad)
 
 
-def unlabelled(data: Any) -> FileSplit | ArraySplit | MemorySplit:
-    """Open images without labels: one or many paths, PIL images, arrays or tensors.
+def image_items(data: Any) -> list[Any] | NDArray[Any]:
+    """Return one or many paths, PIL images, arrays or tensors as a sequence for `as_image`.
 
-    One image is an array of H x W or H x W x 3, or a tensor of H x W or C x H x W.
+    A folder or glob pattern stands for the images it names. One image is an array of H x W or
+    H x W x 3, or a tensor of H x W or C x H x W.
     """
-    if isinstance(data, Image.Image) or _is_one_image(data):
-        data = [data]
     if isinstance(data, str | os.PathLike):
-        data = image_paths([data])
-    grey_or_rgb = isinstance(data, np.ndarray) and (data.ndim == 3 or data.shape[3:] == (3,))
-    if grey_or_rgb and data.dtype == np.uint8:
-        return ArraySplit(data, np.zeros(len(data), np.int64))
-    data = list(data)
-    no_labels = np.zeros(len(data), np.int64)
-    if data and all(isinstance(item, str | os.PathLike) for item in data):
-        return FileSplit(data, no_labels)
-    return MemorySplit(data, no_labels)
-
-
-def _is_one_image(data: Any) -> bool:
+        return image_paths([data])
     if isinstance(data, torch.Tensor):
-        return data.dim() == 2 or (data.dim() == 3 and data.shape[0] in (1, 3, 4))
-    if isinstance(data, np.ndarray):
-        return data.ndim == 2 or (data.ndim == 3 and data.shape[2] in (1, 3, 4))
-    return False
+        one = data.dim() == 2 or (data.dim() == 3 and data.shape[0] in (1, 3, 4))
+    elif isinstance(data, np.ndarray):
+        one = data.ndim == 2 or (data.ndim == 3 and data.shape[2] in (1, 3, 4))
+    else:
+        one = isinstance(data, Image.Image)
+    return [data] if one else data if isinstance(data, np.ndarray) else list(data)
 
 
 def image_paths(names: Iterable[Paths]) -> list[str]:
@@ -238,8 +227,13 @@ def image_paths(names: Iterable[Paths]) -> list[str]:
     return paths
 
 
-def as_image(value: Any) -> Image.Image:
-    """Return an item of a list or dataset as a PIL image."""
+def as_image(value: Any, min_side: int | None = None) -> Image.Image:
+    """Return an item of a list or dataset (an image, or an image and its label) as a PIL image.
+
+    With `min_side`, a file may be decoded at reduced size, as in `open_image`.
+    """
+    if isinstance(value, tuple | list):
+        value = value[0]
     if isinstance(value, Image.Image):
         if not (value.width and value.height):
             raise BadOption("an image", "shape", "it has no pixels")
@@ -247,7 +241,7 @@ def as_image(value: Any) -> Image.Image:
             raise BadOption("an image", "mode", f"'{value.mode}' cannot be converted to RGB")
         return apply_exif_orientation(value.copy())
     if isinstance(value, str | os.PathLike):
-        return open_image(value)
+        return open_image(value, min_side)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
         if value.ndim == 3 and value.shape[0] in (1, 3, 4):

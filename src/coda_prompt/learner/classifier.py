@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coda_prompt import __version__, methods
 from coda_prompt.data.images import Augmentation
-from coda_prompt.data.resolve import Labelled, labelled, unlabelled
+from coda_prompt.data.resolve import Labelled, MemorySplit, image_items, labelled
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.errors import (
     BackboneMismatch,
@@ -37,7 +37,7 @@ from coda_prompt.learner.calibration import (
     fit_temperature,
     merge_temperatures,
 )
-from coda_prompt.learner.predictor import Prediction, Predictor
+from coda_prompt.learner.predictor import OnEvent, Prediction, Predictor
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
@@ -49,7 +49,7 @@ from coda_prompt.training.devices import Devices, any_rank
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.queries import QueryMode
-from coda_prompt.training.settings import Event, Training
+from coda_prompt.training.settings import Training
 from coda_prompt.training.snapshot import Snapshot
 
 DEFAULT_METHOD = "ranpac"
@@ -58,8 +58,6 @@ MAX_PROJECTION = 2048
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
 POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
 POCKET_AUGMENTATION = Augmentation(scale=(0.6, 1.0), ratio=(0.8, 1.25), flip=0.5)
-
-OnEvent = Callable[[Event], None]
 
 
 class ContinualClassifier:
@@ -123,7 +121,7 @@ class ContinualClassifier:
             if pocket
             else Views(self._backbone.preprocessing)
         )
-        self._tasks: list[TaskRecord] = []
+        self._set_tasks([])
         self._saved: store.Model | None = None
         """The model as read or written; None if it has changed since."""
         self._previous: store.Model | Path | None = None
@@ -138,21 +136,27 @@ class ContinualClassifier:
         """Hash of the backbone's weights."""
         return self._backbone.vit.fingerprint()
 
-    @property
-    def classes_(self) -> list[str]:
+    def _set_tasks(self, tasks: list[TaskRecord]) -> None:
+        """Set the lessons learned so far, and all that follows from them."""
+        self._tasks = tasks
+        self.classes_ = [name for task in tasks for name in task.new]
         """Class names, in the order in which they were learned."""
-        return [name for task in self._tasks for name in task.new]
+        fits = [(task.temperature, task.fitted_on) for task in tasks]
+        self.temperature = merge_temperatures(fits, self._method.temperature)
+        """Divides the logits before they become probabilities; fitted on held-out images."""
+        self._predictor = Predictor(
+            self._method,
+            self._views.preprocessing,
+            self._views.resize,
+            self.classes_,
+            self.temperature,
+            self._fabric,
+        )
 
     @property
     def tasks_(self) -> list[dict[str, Any]]:
         """One record for each lesson: date, classes, images, accuracy at the time."""
         return [task.model_dump() for task in self._tasks]
-
-    @property
-    def temperature(self) -> float:
-        """Divides the logits before they become probabilities; fitted on held-out images."""
-        fits = [(task.temperature, task.fitted_on) for task in self._tasks]
-        return merge_temperatures(fits, self._method.temperature)
 
     @property
     def predictor(self) -> Predictor:
@@ -163,14 +167,7 @@ class ContinualClassifier:
         """
         if not self._tasks:
             raise NotLearned([], [])
-        return Predictor(
-            self._method,
-            self._views.preprocessing,
-            self._views.resize,
-            self.classes_,
-            self.temperature,
-            self._fabric,
-        )
+        return self._predictor
 
     # -- learning
 
@@ -223,35 +220,38 @@ class ContinualClassifier:
             print(learned.accuracy, learned.forgotten)
             ```
         """
-        self._check_lesson_options(validation, epochs)
+        if not 0 <= validation < 1:
+            raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
+        engine = self._engine(epochs, queries, stop, on_event)
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
         warnings = self.warnings(images, watched)
-        stop = any_rank(self._fabric, stop)
         known, records = self.classes_, self._tasks
         previous = self._model() if known else None
+        before, after = {}, {}
+        checkpointer = None
         snapshot = Snapshot(self._method)
         try:
-            before = self._watched_accuracies(watched, known, stop, on_event)
+            if watched is not None:
+                before = self._watched_accuracies(watched, known, engine)
             task = self._make_task(images, validation)
-            training = self._lesson_training(epochs=epochs, queries=queries)
-            checkpointer = None
             if progress is not None:
-                identity = self._lesson_identity(images, training, validation)
-                checkpointer = self._open_checkpoints(progress, identity)
-            self._train(task, training, checkpointer, stop, on_event)
-            self._tasks = [*records, self._record(images, task)]
+                checkpointer = self._open_checkpoints(progress, images, engine, validation)
+            engine.learn(self._method, task, checkpointer=checkpointer)
+            record = self._record(images, task)
+            self._set_tasks([*records, record])
             if len(task.test):
-                self._measure(task, stop, on_event)
-            after = self._watched_accuracies(watched, known, stop, on_event)
+                record = self._measured(record, task, engine)
+                self._set_tasks([*records, record])
+            if watched is not None:
+                after = self._watched_accuracies(watched, known, engine)
         except BaseException:
             snapshot.restore()
-            self._tasks = records
+            self._set_tasks(records)
             raise
         self._checkpointer = checkpointer
         self._saved, self._previous = None, previous
-        record = self._tasks[-1]
         return Learned(
             new=tuple(record.new),
             continued=tuple(record.continued),
@@ -320,13 +320,15 @@ class ContinualClassifier:
             print("unknown" if prediction.unknown else prediction.label, prediction.probability)
             ```
         """
-        found = self.predictor.predict(unlabelled(data), top=top, unknown_below=unknown_below)
-        return [prediction for _, prediction in found]
+        images = image_items(data)
+        predictions = self.predictor.predict(images, top=top, unknown_below=unknown_below)
+        return [prediction for _, prediction in predictions]
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
         """Return calibrated probabilities, images x classes, in the order of `classes_`."""
-        predictor, images = self.predictor, unlabelled(data)
-        logits = predictor.split_logits(images, range(len(images)))
+        predictor, images = self.predictor, image_items(data)
+        split = MemorySplit(images, np.zeros(len(images), np.int64))
+        logits = predictor.split_logits(split, range(len(images)))
         return predictor.graph.probabilities(logits).numpy()
 
     def score(self, data: Any, labels: Any = None) -> float:
@@ -359,9 +361,7 @@ class ContinualClassifier:
         if not_learned:
             raise NotLearned(not_learned, classes)
         truth = _rows(images.names, classes)[images.split.labels]
-        logits = predictor.split_logits(
-            images.split, range(len(truth)), on_progress=_pass_events(on_event)
-        )
+        logits = predictor.split_logits(images.split, range(len(truth)), on_event=on_event)
         tasks = []
         for number, task in enumerate(self._tasks, 1):
             own = _rows(task.new, classes)
@@ -504,12 +504,28 @@ class ContinualClassifier:
 
     # -- steps of a lesson
 
-    def _check_lesson_options(self, validation: float, epochs: int | None) -> None:
-        if not 0 <= validation < 1:
-            raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
+    def _engine(
+        self,
+        epochs: int | None,
+        queries: QueryMode | None,
+        stop: Callable[[], bool],
+        on_event: OnEvent | None,
+    ) -> Engine:
+        """Make the engine of one lesson, whose options replace those of the classifier."""
         if epochs is not None and self._method.closed_form:
             problem = f"{self.method_name} has nothing to train; leave it out"
             raise BadOption("learn", "epochs", problem)
+        options = {"epochs": epochs, "queries": queries}
+        changes = {name: value for name, value in options.items() if value is not None}
+        return Engine(
+            self._views,
+            make_config(
+                Training, "the training", {**dataclasses.asdict(self._training), **changes}
+            ),
+            fabric=self._fabric,
+            on_event=on_event or (lambda event: None),
+            should_stop=any_rank(self._fabric, stop),
+        )
 
     def _make_task(self, images: Labelled, validation: float) -> Task:
         """Number the classes as rows of the head and hold out a share of each class."""
@@ -534,50 +550,27 @@ class ContinualClassifier:
             Samples(images.split, test, labels[test]),
         )
 
-    def _lesson_training(self, **changes: Any) -> Training:
-        changes = {name: value for name, value in changes.items() if value is not None}
-        fields = {**dataclasses.asdict(self._training), **changes}
-        return make_config(Training, "the training", fields)
-
-    def _lesson_identity(self, images: Labelled, training: Training, validation: float) -> Any:
-        """Everything that decides the bits of what is learned; checkpoints are resumed by it."""
-        return as_json(
+    def _open_checkpoints(
+        self, folder: Path, images: Labelled, engine: Engine, validation: float
+    ) -> Checkpointer:
+        """Open the checkpoints of a lesson, identified by everything that decides its result."""
+        identity: dict[str, Any] = as_json(
             {
                 "tasks": self.tasks_,
                 "images": images.split.fingerprint(),
                 "names": images.names,
                 "validation": validation,
-                "training": dataclasses.asdict(training),
+                "training": dataclasses.asdict(engine.training),
                 "method": [self.method_name, dataclasses.asdict(self._method.config)],
                 **({} if self._method_sha256 is None else {"method_file": self._method_sha256}),
                 "backbone": self._fingerprint,
             }
         )
-
-    def _open_checkpoints(self, folder: Path, identity: Any) -> Checkpointer:
-        rank_zero = self._fabric.global_rank == 0
-        checkpointer = Checkpointer(folder, identity, writes=rank_zero)
+        checkpointer = Checkpointer(folder, identity, writes=self._fabric.global_rank == 0)
         other = checkpointer.other_training and checkpointer.other_training.identity
         if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
             raise UnfinishedLesson(folder)
         return checkpointer
-
-    def _train(
-        self,
-        task: Task,
-        training: Training,
-        checkpointer: Checkpointer | None,
-        stop: Callable[[], bool],
-        on_event: OnEvent | None,
-    ) -> None:
-        engine = Engine(
-            self._views,
-            training,
-            fabric=self._fabric,
-            on_event=on_event or (lambda event: None),
-            should_stop=stop,
-        )
-        engine.learn(self._method, task, checkpointer=checkpointer)
 
     def _record(self, images: Labelled, task: Task) -> TaskRecord:
         """Describe the lesson, except for what is measured."""
@@ -595,46 +588,47 @@ class ContinualClassifier:
             fitted_on=0,
         )
 
-    def _measure(self, task: Task, stop: Callable[[], bool], on_event: OnEvent | None) -> None:
-        """Fit the temperature and measure accuracy on the held-out images of the newest task."""
-        logits = self._logits(task.test, stop, on_event)
+    def _measured(self, record: TaskRecord, task: Task, engine: Engine) -> TaskRecord:
+        """Add accuracy and the fitted temperature on the held-out images of the newest task."""
         labels = torch.from_numpy(task.test.labels)
-        accuracy, accuracy_own = _accuracy(logits, labels, torch.tensor(task.classes))
-        changes: dict[str, Any] = {"accuracy": accuracy, "accuracy_own": accuracy_own}
+        logits = self._predictor.split_logits(
+            task.test.split,
+            task.test.indices.tolist(),
+            stop=engine.should_stop,
+            on_event=engine.on_event,
+        )
+        temperature, fitted_on = self._method.temperature, 0
         if logits.shape[1] > 1:
-            changes["temperature"] = fit_temperature(logits, labels, self._method.temperature)
-            changes["fitted_on"] = len(labels)
-        *earlier, newest = self._tasks
-        self._tasks = [*earlier, newest.model_copy(update=changes)]
-        probabilities = self.predictor.graph.probabilities(logits)
-        changes["calibration_error"] = expected_calibration_error(probabilities, labels)
-        self._tasks = [*earlier, newest.model_copy(update=changes)]
+            temperature = fit_temperature(logits, labels, temperature)
+            fitted_on = len(labels)
+        fits = [(earlier.temperature, earlier.fitted_on) for earlier in self._tasks[:-1]]
+        merged = merge_temperatures([*fits, (temperature, fitted_on)], self._method.temperature)
+        accuracy, accuracy_own = _accuracy(logits, labels, torch.tensor(task.classes))
+        changes = {
+            "accuracy": accuracy,
+            "accuracy_own": accuracy_own,
+            "calibration_error": expected_calibration_error(
+                torch.softmax(logits / merged, dim=1), labels
+            ),
+            "temperature": temperature,
+            "fitted_on": fitted_on,
+        }
+        return record.model_copy(update=changes)
 
     def _watched_accuracies(
-        self,
-        images: Labelled | None,
-        names: list[str],
-        stop: Callable[[], bool],
-        on_event: OnEvent | None,
+        self, images: Labelled, names: list[str], engine: Engine
     ) -> dict[str, ClassAccuracy]:
         """Measure the accuracy of each of these classes that has watched images."""
-        if images is None:
-            return {}
         wanted = [row for row, name in enumerate(images.names) if name in names]
         indices = np.flatnonzero(np.isin(images.split.labels, wanted))
         if not len(indices):
             return {}
         truth = [images.names[label] for label in images.split.labels[indices]]
-        samples = Samples(images.split, indices, images.split.labels[indices])
-        guesses = self._logits(samples, stop, on_event).argmax(dim=1)
-        return _accuracy_by_class(images, indices, guesses == _rows(truth, names))
-
-    def _logits(
-        self, samples: Samples, stop: Callable[[], bool], on_event: OnEvent | None
-    ) -> Tensor:
-        return self.predictor.split_logits(
-            samples.split, samples.indices.tolist(), stop=stop, on_progress=_pass_events(on_event)
+        logits = self._predictor.split_logits(
+            images.split, indices.tolist(), stop=engine.should_stop, on_event=engine.on_event
         )
+        correct = logits.argmax(dim=1) == _rows(truth, names)
+        return _accuracy_by_class(images, indices, correct)
 
     # -- the state on disk
 
@@ -692,7 +686,7 @@ class ContinualClassifier:
         self._method.load_learned_state(model.tensors)
         if self._method.classes_seen != len(model.description.classes):
             raise CorruptFile(path, "its tensors are not of as many classes as it names")
-        self._tasks = list(model.description.tasks)
+        self._set_tasks(list(model.description.tasks))
 
 
 _TRAINING_FIELDS = frozenset(field.name for field in dataclasses.fields(Training))
@@ -788,10 +782,3 @@ def _accuracy_by_class(
         members = correct[labels == row].double()
         accuracies[images.names[row]] = ClassAccuracy(len(members), float(members.mean()))
     return accuracies
-
-
-def _pass_events(on_event: OnEvent | None) -> Callable[[int, int], None] | None:
-    """Report the progress of a pass over images as events."""
-    if on_event is None:
-        return None
-    return lambda done, total: on_event(Event("pass", 0, 0, step=done, steps=total))

@@ -8,14 +8,19 @@ from typing import Any, Literal
 
 import torch
 from lightning_fabric import Fabric
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
 from coda_prompt.data.images import eval_view, required_min_side
+from coda_prompt.data.resolve import as_image
 from coda_prompt.data.sources import Split
 from coda_prompt.errors import BadImage, BadImages, Interrupted
 from coda_prompt.methods import Method
 from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.training.settings import Event
+
+OnEvent = Callable[[Event], object]
 
 BATCH_SIZE = 64
 """Images that are decoded and classified together; memory does not grow with their number."""
@@ -150,7 +155,7 @@ class Predictor:
         indices: Sequence[int],
         *,
         stop: Callable[[], bool] = lambda: False,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_event: OnEvent | None = None,
     ) -> Tensor:
         """Return the logits of images of a split, N x classes in float64 on the CPU.
 
@@ -158,38 +163,41 @@ class Predictor:
             split: Where the images are read from, a batch at a time.
             indices: Which images of the split.
             stop: Polled after each batch; once true, this raises Interrupted.
-            on_progress: Called after each batch with the images done and their total.
+            on_event: Called with the progress after each batch.
 
         Raises:
             BadImages: Images of a batch that cannot be read.
             Interrupted: `stop` became true.
         """
         table = torch.zeros(len(indices), len(self.classes), dtype=torch.float64)
-        done = 0
-        for _, logits in self._batches(split, indices, None, on_progress):
-            table[done : done + len(logits)] = logits
-            done += len(logits)
+        for positions, logits in self._batches(
+            lambda position: split.image(int(indices[position]), self.min_side),
+            len(indices),
+            None,
+            on_event,
+        ):
+            table[positions] = logits
             if stop():
                 raise Interrupted
         return table
 
     def predict(
         self,
-        split: Split,
+        images: list[Any] | NDArray[Any],
         *,
         top: int = 5,
         unknown_below: float = 0.0,
         on_bad: Callable[[BadImage], None] | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_event: OnEvent | None = None,
     ) -> Iterator[tuple[int, Prediction]]:
-        """Classify the images of a split, a batch at a time.
+        """Classify images, a batch at a time.
 
         Args:
-            split: The images.
+            images: Paths, PIL images, arrays or tensors.
             top: Number of classes to name.
             unknown_below: An image is unknown if its most likely class is less likely than this.
             on_bad: Called with each image that cannot be read, which is then skipped.
-            on_progress: Called after each batch with the images done and their total.
+            on_event: Called with the progress after each batch.
 
         Yields:
             The index of an image and its prediction.
@@ -197,31 +205,34 @@ class Predictor:
         Raises:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
         """
-        for read, logits in self._batches(split, range(len(split)), on_bad, on_progress):
-            for index, row in zip(read, self.graph.probabilities(logits), strict=True):
+        for indices, logits in self._batches(
+            lambda index: as_image(images[index], self.min_side), len(images), on_bad, on_event
+        ):
+            for index, row in zip(indices, self.graph.probabilities(logits), strict=True):
                 yield index, self.rank(row, top, unknown_below)
 
     def _batches(
         self,
-        split: Split,
-        indices: Sequence[int],
+        read: Callable[[int], Image.Image],
+        count: int,
         on_bad: Callable[[BadImage], None] | None,
-        on_progress: Callable[[int, int], None] | None,
+        on_event: OnEvent | None,
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield the indices of readable images and their logits, a batch at a time."""
-        for start in range(0, len(indices), BATCH_SIZE):
-            images, read, bad = [], [], []
-            for index in indices[start : start + BATCH_SIZE]:
+        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones."""
+        for start in range(0, count, BATCH_SIZE):
+            end = min(start + BATCH_SIZE, count)
+            views, readable, bad = [], [], []
+            for index in range(start, end):
                 try:
-                    images.append(self.preprocess(split.image(int(index), self.min_side)))
-                    read.append(int(index))
+                    views.append(self.preprocess(read(index)))
+                    readable.append(index)
                 except BadImage as problem:
                     bad.append(problem)
             for unreadable in bad:
                 if on_bad is None:
                     raise BadImages(bad)
                 on_bad(unreadable)
-            if read:
-                yield read, self.logits(images)
-            if on_progress is not None:
-                on_progress(min(start + BATCH_SIZE, len(indices)), len(indices))
+            if readable:
+                yield readable, self.logits(views)
+            if on_event is not None:
+                on_event(Event("pass", 0, 0, step=end, steps=count))

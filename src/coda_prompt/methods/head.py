@@ -53,9 +53,10 @@ class Head(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """B x classes."""
         logits = F.linear(features, self.weight.frozen, self.bias.frozen)
-        if self.open_rows is None:
+        rows = self.weight.reopened
+        if rows is None:
             return logits
-        return logits.index_copy(1, self.open_rows, self.open_logits(features).to(logits.dtype))
+        return logits.index_copy(1, rows, self.open_logits(features).to(logits.dtype))
 
     def open_logits(self, features: Tensor) -> Tensor:
         """B x open rows."""
