@@ -5,17 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from drawings import assert_same, drawings
-from small import coda
+from small import PLAIN_VIEWS, coda, patterns, tiny_vit
 from test_models import changed
 
-from coda_prompt import ContinualClassifier
+from coda_prompt import ContinualClassifier, methods
+from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
 from coda_prompt.learner import store
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.settings import Training
 
 MINE = """
 from pathlib import Path
@@ -132,3 +136,15 @@ def test_a_class_that_lacks_a_member_gets_one_message(
     assert "half.py:Half" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert not (tmp_path / "model").exists()
+
+
+def test_example_of_the_guide_learns_a_stream(tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "guide" / "add-a-method.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    method = methods.make(f"{file}:Mine", tiny_vit())
+    engine = Engine(PLAIN_VIEWS, Training(epochs=5, batch_size=8, learning_rate=1e-2))
+    result = engine.run(method, make_stream(patterns(classes=6, train=10), tasks=2))
+    assert method.prompts.frozen.shape[1] == 2
+    assert result.own_classes[1].mean() > 1 / 2  # chance is 1/3
