@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,20 @@ from coda_prompt.errors import MissingData
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
 _SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 
-FolderIds = frozenset[tuple[int, int]]  # device and inode
+FolderId = tuple[int, int]  # device and inode
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """The folders in a root folder; one that links to the root or above is left out."""
+
+    root: Path
+    paths: dict[str, str]
+    """By class name, sorted."""
+    loose_images: int
+    """Number of images beside the folders."""
+    ancestors: frozenset[FolderId]
+    """The root and the folders above it."""
 
 
 def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
@@ -37,17 +51,18 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
         problem = "this is not a folder" if os.path.exists(root) else "there is no such folder"
         raise MissingData(root, problem, EXPECTED_LAYOUT)
     name = root.resolve().name or str(root)
-    folders, loose_images = class_folders(root)
-    if {"train", "test"} <= folders.keys():
-        return _open_train_and_test(name, root, folders.keys() - {"train", "test"})
-    if folders and folders.keys() <= _SPLIT_NAMES:
+    folders = class_folders(root)
+    names = folders.paths.keys()
+    if names >= {"train", "test"}:
+        return _open_train_and_test(name, root, names - {"train", "test"})
+    if names and names <= _SPLIT_NAMES:
         raise MissingData(
             root,
-            f"it has {_join_folder_names(folders)} but not both train/ and test/",
+            f"it has {_join_folder_names(names)} but not both train/ and test/",
             "Name the two folders train and test, or point at a folder of class folders to have "
             "it split 80/20.",
         )
-    files = images_by_class(root)
+    files = _complete_classes(folders)
     train: dict[str, list[str]] = {}
     test: dict[str, list[str]] = {}
     for class_name, paths in files.items():
@@ -55,8 +70,8 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
         count = round(0.8 * len(paths))  # 1 of 1
         train[class_name], test[class_name] = sorted(shuffled[:count]), sorted(shuffled[count:])
     notes = [f"random 80/20 split of each class (seed {seed}): there is no train/ and test/"]
-    if loose_images:
-        notes.append(f"{loose_images} images outside class folders ignored")
+    if folders.loose_images:
+        notes.append(f"{folders.loose_images} images outside class folders ignored")
     if untested := sum(not paths for paths in test.values()):
         notes.append(f"{untested} classes too small to have a test image")
     return Source(name, tuple(files), _file_split(train), _file_split(test), notes=tuple(notes))
@@ -69,7 +84,8 @@ def _random_key(seed: int, name: str) -> bytes:
 
 
 def _open_train_and_test(name: str, root: Path, ignored: Collection[str]) -> Source:
-    train, test = images_by_class(root / "train"), images_by_class(root / "test")
+    train = _complete_classes(class_folders(root / "train"))
+    test = _complete_classes(class_folders(root / "test"))
     if train.keys() != test.keys():
         differences = [
             f"only in {folder}/: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
@@ -99,36 +115,43 @@ def _file_split(files: dict[str, list[str]]) -> FileSplit:
     return FileSplit((path for paths in files.values() for path in paths), labels)
 
 
-def class_folders(root: Path) -> tuple[dict[str, str], int]:
-    """Return the folders in `root` by name, sorted, and the number of images outside of them."""
-    ancestors = _ancestor_ids(root)
-    folders, loose_images = {}, 0
-    for entry in _entries(root):
-        if _is_folder(entry):
-            if _folder_id(entry.path) not in ancestors:
-                folders[_check_class_name(root, entry.name)] = entry.path
-        elif _is_image(entry):
-            loose_images += 1
-    return dict(sorted(folders.items())), loose_images
+def class_folders(root: Path) -> ClassFolders:
+    """List the folders in `root`, which are its classes.
 
-
-def images_by_class(root: Path, *, lenient: bool = False) -> dict[str, list[str]]:
-    """Return the images in and below each class folder, both sorted.
-
-    Args:
-        root: a folder of class folders.
-        lenient: also return empty classes and dangling links instead of raising `MissingData`.
+    Raises:
+        MissingData: The folder cannot be read, or a name in it is not valid for a class.
     """
-    folders, loose_images = class_folders(root)
-    if not folders:
-        content = (
-            f"{loose_images} images but no class folder" if loose_images else "no class folder"
-        )
-        raise MissingData(root, f"there is {content} in it", EXPECTED_LAYOUT)
-    ancestors = _ancestor_ids(root)
-    files = {name: sorted(_images_below(folder, ancestors)) for name, folder in folders.items()}
-    if lenient:
-        return files
+    resolved = root.resolve()
+    ancestors = frozenset(_folder_id(folder) for folder in (resolved, *resolved.parents))
+    folders, images, _ = _list_folder(root)
+    paths = {os.path.basename(path): path for path in folders if _folder_id(path) not in ancestors}
+    for name in paths:
+        if not is_valid_class_name(name):
+            problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
+            raise MissingData(root, f"{problem} or has control characters", "Rename the folder.")
+    return ClassFolders(root, paths, len(images), ancestors)
+
+
+def files_by_class(folders: ClassFolders) -> tuple[dict[str, list[str]], Counter[str]]:
+    """Return the sorted images in and below each class folder, and the extensions of other files.
+
+    Raises:
+        MissingData: There is no class folder, or a folder cannot be read.
+    """
+    if not folders.paths:
+        loose = f"{folders.loose_images} images but " if folders.loose_images else ""
+        raise MissingData(folders.root, f"there is {loose}no class folder in it", EXPECTED_LAYOUT)
+    files: dict[str, list[str]] = {}
+    extensions: Counter[str] = Counter()
+    for name, path in folders.paths.items():
+        files[name], others = _files_below(path, folders.ancestors)
+        extensions.update(os.path.splitext(path)[1].lower() or "no ending" for path in others)
+    return files, extensions
+
+
+def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
+    """Return the images of each class, none of which may be empty or have a dangling link."""
+    files, _ = files_by_class(folders)
     for name, paths in files.items():
         for path in paths:
             if os.path.islink(path) and not os.path.exists(path):
@@ -139,99 +162,73 @@ def images_by_class(root: Path, *, lenient: bool = False) -> dict[str, list[str]
                 )
         if not paths:
             raise MissingData(
-                folders[name],
+                folders.paths[name],
                 f"class '{name}' has no image",
                 f"Put images in it ({', '.join(sorted(SUFFIXES))}) or remove the folder.",
             )
     return files
 
 
-def other_files(root: Path) -> Counter[str]:
-    """Count the files below the class folders that are not images, by file extension."""
-    ancestors = _ancestor_ids(root)
-    extensions: Counter[str] = Counter()
-    for folder in class_folders(root)[0].values():
-        for entry in _files_below(folder, ancestors):
-            if not _is_image(entry):
-                extensions[os.path.splitext(entry.name)[1].lower() or "no ending"] += 1
-    return extensions
-
-
 def images_below(root: Path) -> list[str]:
     """Return all images in and below a folder, sorted."""
-    return sorted(_images_below(str(root), frozenset()))
+    return _files_below(str(root), frozenset())[0]
 
 
-def _images_below(folder: str, ancestors: FolderIds) -> Iterator[str]:
-    return (entry.path for entry in _files_below(folder, ancestors) if _is_image(entry))
+def _files_below(folder: str, ancestors: frozenset[FolderId]) -> tuple[list[str], list[str]]:
+    """Return images and other files in and below a folder, both sorted.
 
-
-def _files_below(folder: str, ancestors: FolderIds) -> Iterator[os.DirEntry[str]]:
-    """Follow links, but not to an ancestor (it has other classes) and to no folder twice."""
-    seen = set(ancestors)
-    pending = [folder]
+    Links are followed, but not to an ancestor (it has other classes) and to no folder twice.
+    """
+    seen, pending = set(ancestors), [folder]
+    images, others = [], []
     while pending:
         current = pending.pop()
-        folder_id = _folder_id(current)
-        if folder_id in seen:
+        if _folder_id(current) in seen:
             continue
-        seen.add(folder_id)
-        folders = []
-        for entry in _entries(current):
-            if _is_folder(entry):
-                folders.append(entry.path)
-            else:
-                yield entry
-        pending += sorted(folders, reverse=True)  # of two links to a folder, always take the same
+        seen.add(_folder_id(current))
+        folders, images_here, others_here = _list_folder(current)
+        pending += reversed(folders)  # of two links to a folder, always take the first
+        images += images_here
+        others += others_here
+    return sorted(images), sorted(others)
 
 
-def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
+    """Return the paths of folders, images and other files in a folder, sorted by name.
+
+    Hidden ones are left out. A dangling link counts as an image if it is named like one.
+    """
+    folders, images, others = [], [], []
     try:
         with os.scandir(folder) as entries:
-            return [
-                entry
-                for entry in entries
-                if not entry.name.startswith(".") and entry.name != "__MACOSX"
-            ]
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    continue
+                if entry.is_symlink():  # DirEntry.is_dir() would raise on a link to itself
+                    is_folder = os.path.isdir(entry.path)
+                    is_file = os.path.isfile(entry.path) or not os.path.exists(entry.path)
+                else:
+                    is_folder, is_file = entry.is_dir(), entry.is_file()
+                if is_folder:
+                    folders.append(entry.path)
+                elif is_file and os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                    images.append(entry.path)
+                else:
+                    others.append(entry.path)
     except OSError as error:
         raise MissingData(
             folder,
             f"the folder cannot be read ({error.strerror})",
             "Check its permissions and that its disk is mounted.",
         ) from error
+    return folders, images, others
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # DirEntry.is_dir() raises on a link to itself.
-    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
-
-
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    if os.path.splitext(entry.name)[1].lower() not in SUFFIXES:
-        return False
-    if not entry.is_symlink():
-        return entry.is_file()
-    return os.path.isfile(entry.path) or not os.path.exists(entry.path)
-
-
-def _folder_id(folder: str | Path) -> tuple[int, int]:
+def _folder_id(folder: str | Path) -> FolderId:
     status = os.stat(folder)
     return status.st_dev, status.st_ino
-
-
-def _ancestor_ids(root: Path) -> FolderIds:
-    """Return the ids of the folder and all its ancestors."""
-    resolved = root.resolve()
-    return frozenset(_folder_id(folder) for folder in (resolved, *resolved.parents))
 
 
 def is_valid_class_name(text: str) -> bool:
     """Return whether a class can have this name: not empty, Unicode, no control characters."""
     return bool(text) and "\n" not in text and escape_control_characters(text) == text
-
-
-def _check_class_name(root: Path, name: str) -> str:
-    if not is_valid_class_name(name):
-        problem = f"the folder name {os.fsencode(name)!r} is not Unicode or has control characters"
-        raise MissingData(root, problem, "Rename the folder.")
-    return name

@@ -25,11 +25,10 @@ from torch.utils.data import Subset
 from coda_prompt.data import hf_datasets, shards
 from coda_prompt.data.folders import (
     class_folders,
+    files_by_class,
     folder_source,
     images_below,
-    images_by_class,
     is_valid_class_name,
-    other_files,
 )
 from coda_prompt.data.hf_datasets import HubSplit
 from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
@@ -265,15 +264,16 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     if not root.is_dir():
         problem = "this is not a folder" if root.exists() else "there is no such folder"
         raise MissingData(root, problem, "Name a folder with one folder of images per class.")
-    folders, loose_images = class_folders(root)
-    if folders and folders.keys() <= {"train", "test", "val", "valid", "validation"}:
-        training = root / ("train" if "train" in folders else next(iter(folders)))
+    folders = class_folders(root)
+    names = list(folders.paths)
+    if names and set(names) <= {"train", "test", "val", "valid", "validation"}:
+        training = root / ("train" if "train" in names else names[0])
         raise MissingData(
             root,
-            f"it contains {', '.join(folders)}, which are splits of a dataset and not classes",
+            f"it contains {', '.join(names)}, which are splits of a dataset and not classes",
             f"Name the one to learn from: {training}.",
         )
-    files = images_by_class(root, lenient=True)  # all problems are reported together below
+    files, other_files = files_by_class(folders)
     empty = [name for name, paths in files.items() if not paths]
     if empty and not skip_bad:
         remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)."
@@ -282,10 +282,13 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     paths = tuple(path for group in files.values() for path in group)
     images = _check_files(paths, rows, tuple(files), skip_bad)
     remarks = list(images.remarks)
-    if loose_images:
-        remarks.append(f"{loose_images} images beside the class folders are left out: no class")
-    if others := other_files(root):
-        kinds = ", ".join(f"{count} with {ending}" for ending, count in others.most_common(5))
+    if folders.loose_images:
+        remarks.append(
+            f"{folders.loose_images} images beside the class folders are left out: no class"
+        )
+    if other_files:
+        most = other_files.most_common(5)
+        kinds = ", ".join(f"{count} with {ending}" for ending, count in most)
         remarks.append(f"files without the extension of an image are left out ({kinds})")
     return replace(images, remarks=tuple(remarks))
 
