@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -621,3 +622,20 @@ def test_a_training_is_kept_until_its_model_is_saved(
     again.save(tmp_path / "model")
     assert not progress.exists()
     assert_same(again, classifier)
+
+
+def test_backbone_file_is_found_from_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    weights = Path(coda_prompt.__file__).parent / "assets" / "pocket-vit.safetensors"
+    shutil.copy(weights, tmp_path / "weights.safetensors")
+    monkeypatch.chdir(tmp_path)
+    classifier = ContinualClassifier("weights.safetensors", method="ncm")
+    classifier.learn(*drawings(range(2)))
+    classifier.save("model")
+    backbone = store.read_model(tmp_path / "model").description.backbone
+    assert backbone.name == "weights.safetensors"
+    assert backbone.path == str(tmp_path / "weights.safetensors")
+    monkeypatch.chdir("elsewhere")
+    assert ContinualClassifier.load(tmp_path / "model").classes_ == classifier.classes_

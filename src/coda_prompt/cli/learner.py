@@ -54,8 +54,7 @@ from coda_prompt.errors import (
 )
 
 if TYPE_CHECKING:
-    from lightning_fabric import Fabric
-
+    from coda_prompt.data.resolve import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.predictor import Prediction
     from coda_prompt.learner.results import Learned
@@ -63,6 +62,11 @@ if TYPE_CHECKING:
     from coda_prompt.training.settings import Event
 
 app = typer.Typer()
+
+ALREADY_LEARNED = (
+    "coda: {}: an earlier run of this command learned these images and was interrupted while "
+    "saving. The save is complete now; nothing was learned twice."
+)
 
 
 @app.command(
@@ -92,7 +96,7 @@ def learn(
     """
     from coda_prompt.data.resolve import labelled
     from coda_prompt.learner import store
-    from coda_prompt.learner.advice import summary
+    from coda_prompt.learner.classifier import load_or_create
     from coda_prompt.shutdown import ShutdownFlag
 
     devices = dataclasses.replace(devices, precision=precision or "32-true")
@@ -101,7 +105,7 @@ def learn(
         rank_zero = fabric.global_rank == 0
         if rank_zero:
             stack.enter_context(store.exclusive_writer(model))
-        classifier = _load_or_create(model, backbone, method, fabric)
+        classifier = load_or_create(model, backbone, method, fabric)
         images = labelled(folder, skip_bad=skip_bad)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
         lesson = f"{images.split.fingerprint()} {images.names}"
@@ -110,20 +114,9 @@ def learn(
             if rank_zero:
                 store.refresh_copies(model)
                 store.end_lesson(model)
-            typer.echo(
-                f"coda: {escape_control_characters(str(model))}: an earlier run of this command "
-                "learned these images and was interrupted while saving. The save is complete now; "
-                "nothing was learned twice.",
-                err=True,
-            )
+            typer.echo(ALREADY_LEARNED.format(escape_control_characters(str(model))), err=True)
             return
-        print_line(
-            console, f"{summary(images)}; {classifier.method_name} on {classifier.backbone_name}"
-        )
-        for problem in images.bad:
-            print_line(console, f"left out: {problem}")
-        for warning in classifier.warnings(images, watched):
-            print_line(console, f"warning: {warning}", style="yellow")
+        _print_lesson(console, classifier, images, watched)
         stack.enter_context(stop.handling_signals())
         with LearnerProgress(console) as progress:
             learned = classifier.learn(
@@ -324,22 +317,21 @@ class LearnerProgress(ProgressBar):
         self.bar.update(self._line, description=status, completed=done, total=total)
 
 
-def _load_or_create(
-    model: Path, backbone: str | None, method: str | None, fabric: "Fabric"
-) -> "ContinualClassifier":
-    """Load the model in a folder, or make a new one if there is none."""
-    from coda_prompt.learner import store
-    from coda_prompt.learner.classifier import ContinualClassifier
+def _print_lesson(
+    console: Console,
+    classifier: "ContinualClassifier",
+    images: "Labelled",
+    watched: "Labelled | None",
+) -> None:
+    """Print what is about to be learned, what was left out, and warnings."""
+    from coda_prompt.learner.advice import summary
 
-    if not (model / store.MODEL).exists():
-        options = {"backbone": backbone, "method": method}
-        chosen = {name: value for name, value in options.items() if value is not None}
-        return ContinualClassifier(**chosen, fabric=fabric)
-    classifier = ContinualClassifier.load(model, method=method, fabric=fabric)
-    if backbone not in (None, classifier.backbone_name):
-        problem = f"this model was made with {classifier.backbone_name}; make another model"
-        raise BadOption("coda learn", "backbone", f"{problem} for {backbone}")
-    return classifier
+    made_of = f"{classifier.method_name} on {classifier.backbone_name}"
+    print_line(console, f"{summary(images)}; {made_of}")
+    for problem in images.bad:
+        print_line(console, f"left out: {problem}")
+    for warning in classifier.warnings(images, watched):
+        print_line(console, f"warning: {warning}", style="yellow")
 
 
 def _print_left_out(problem: BadImage) -> None:
@@ -370,10 +362,7 @@ def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model:
     from coda_prompt.learner import store
     from coda_prompt.learner.card import percent
 
-    new, continued = (
-        join_names(learned.new, 6) or "none",
-        join_names(learned.continued, 6) or "none",
-    )
+    new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
     lines = [f"new: {new}; continued: {continued}"]
     if learned.accuracy is not None:
         lines.append(

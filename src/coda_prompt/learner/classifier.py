@@ -41,7 +41,7 @@ from coda_prompt.learner.predictor import OnEvent, Prediction, Predictor
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
-from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.catalog import CATALOG, load_backbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json, file_sha256
 from coda_prompt.training.checkpointing import Checkpointer
@@ -105,6 +105,7 @@ class ContinualClassifier:
         self._method_sha256 = entry.sha256
         self._fabric = fabric or Devices(device).fabric()
         self._backbone = load_backbone(backbone)
+        self._backbone_path = None if backbone in CATALOG else str(Path(backbone).absolute())
         training = {name: options.pop(name) for name in list(options) if name in _TRAINING_FIELDS}
         if "width" in entry.type.Config.__dataclass_fields__:
             width = min(MAX_PROJECTION, 16 * self._backbone.vit.config.width)
@@ -435,9 +436,13 @@ class ContinualClassifier:
         model = store.read_model(folder)
         options = _checked_options(model.description, folder)
         method = _resolve_method(model.description, method, folder)
-        name = backbone or model.description.backbone.name
-        classifier = cls(name, method, device=device, fabric=fabric, **options)
-        classifier.backbone_name = model.description.backbone.name
+        made_with = model.description.backbone
+        if backbone is None:
+            backbone = made_with.name
+            if made_with.path and backbone not in CATALOG and not Path(backbone).exists():
+                backbone = made_with.path  # the name is relative to another working directory
+        classifier = cls(backbone, method, device=device, fabric=fabric, **options)
+        classifier.backbone_name = made_with.name
         classifier._check_backbone(model.description, folder)
         classifier._set_state(model, folder)
         classifier._saved, classifier._previous = model, folder
@@ -649,6 +654,7 @@ class ContinualClassifier:
                 name=self.backbone_name,
                 fingerprint=self._fingerprint,
                 revision=self._backbone.revision,
+                path=self._backbone_path,
             ),
             pixels=self._preprocessing(),
             classes=self.classes_,
@@ -687,6 +693,23 @@ class ContinualClassifier:
         if self._method.classes_seen != len(model.description.classes):
             raise CorruptFile(path, "its tensors are not of as many classes as it names")
         self._set_tasks(list(model.description.tasks))
+
+
+def load_or_create(
+    folder: Path, backbone: str | None, method: str | None, fabric: Fabric
+) -> ContinualClassifier:
+    """Load the model in a folder, or make a new one if there is none.
+
+    Raises:
+        BadOption: The model was made with another backbone or method.
+    """
+    if not (folder / store.MODEL).exists():
+        return ContinualClassifier(backbone or "pocket", method or DEFAULT_METHOD, fabric=fabric)
+    classifier = ContinualClassifier.load(folder, method=method, fabric=fabric)
+    if backbone not in (None, classifier.backbone_name):
+        problem = f"this model was made with {classifier.backbone_name}; make another model"
+        raise BadOption("coda learn", "backbone", f"{problem} for {backbone}")
+    return classifier
 
 
 _TRAINING_FIELDS = frozenset(field.name for field in dataclasses.fields(Training))
