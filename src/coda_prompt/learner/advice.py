@@ -1,13 +1,13 @@
-"""What a person should hear before their images are learned."""
+"""Warnings about images before they are learned, and a summary of them."""
 
 from __future__ import annotations
 
 import difflib
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from coda_prompt.data.images import convert_channels
 from coda_prompt.data.resolve import Labelled
@@ -15,136 +15,119 @@ from coda_prompt.errors import join_names
 from coda_prompt.preprocessing import Preprocessing
 
 UNKNOWN = "unknown"
-"""What a prediction says where no class is likely enough."""
-FEW = 5
+"""Label that is printed if no class is likely enough."""
+FEW_IMAGES = 5
 IMBALANCE = 10
-MOST_COMPARED = 300
-LOOKED_AT = 32
-"""Images whose size and colours are looked at."""
+MAX_COMPARED_NAMES = 300
+"""With more class names, only equal ones are reported: comparing all pairs would take too long."""
+MAX_SAMPLES = 32
+"""Images whose size and colors are examined."""
 
 
 def warnings(
-    images: Labelled, known: Sequence[str], backbone: str, pixels: Preprocessing
+    images: Labelled, known: Sequence[str], backbone: str, preprocessing: Preprocessing
 ) -> list[str]:
-    """In the order of how much they matter."""
+    """Return what to check before learning these images, most important first."""
     counts = images.counts()
-    found = []
-    few = [name for name, count in counts.items() if count < FEW]
+    messages = list(images.remarks)
+    few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
     if few:
-        found.append(
-            f"{len(few)} of {len(counts)} classes have fewer than {FEW} images "
-            f"({_quoted(few)}): expect mistakes on them, and none is held out to measure it"
+        messages.append(
+            f"{len(few)} of {len(counts)} classes have fewer than {FEW_IMAGES} images "
+            f"({join_names(few)}): expect mistakes on them, and none is held out to measure it"
         )
     single = [name for name, count in counts.items() if count == 1]
-    if alone := [name for name in single if name not in known]:
-        found.append(
-            f"{_quoted(alone)}: learned from one image, so that what the model keeps of the class "
-            "is that image's feature"
+    if new := [f"'{name}'" for name in single if name not in known]:
+        messages.append(
+            f"{join_names(new)}: learned from one image, so the model stores the feature of that "
+            "image as the class"
         )
-    if more := [name for name in single if name in known]:
-        found.append(
-            f"{_quoted(more)}: one more image, whose feature is the difference of the model and "
-            "the version before it"
+    if continued := [f"'{name}'" for name in single if name in known]:
+        messages.append(
+            f"{join_names(continued)}: one more image, whose feature can be computed from the "
+            "model and its previous version"
         )
-    if len(counts) > 1 and max(counts.values()) > IMBALANCE * min(counts.values()):
-        most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
-        found.append(
+    most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+    if counts[most] > IMBALANCE * counts[least]:
+        messages.append(
             f"'{most}' has {counts[most]} images and '{least}' {counts[least]}: the model will "
             f"lean towards '{most}'"
         )
-    found += [
-        f"class names '{first}' and '{second}' look like one class written in two ways"
-        for first, second in near_duplicates(list(counts), known)
+    messages += [
+        f"class names '{first}' and '{second}' may be two spellings of one class"
+        for first, second in _similar_names(list(counts), known)
     ]
     if len({*known, *counts}) == 1:
-        found.append("it is the only class yet: every image will be taken for it")
+        messages.append("this is the only class so far: every image will be assigned to it")
     if UNKNOWN in counts:
-        found.append(f"class '{UNKNOWN}' has the name that 'coda predict --unknown-below' answers")
-    found += _about_pixels(images, backbone, pixels)
-    return [*images.remarks, *found]
+        messages.append(f"class '{UNKNOWN}' is also what 'coda predict --unknown-below' prints")
+    samples = _samples(images)
+    side = float(np.median([min(image.size) for image in samples]))
+    if side < preprocessing.size / 2:
+        messages.append(
+            f"images are about {side:.0f} px, but the backbone expects {preprocessing.size} px: "
+            "they are enlarged and have little detail"
+        )
+    if backbone == "pocket" and _are_photographs(samples):
+        messages.append(
+            "these look like photographs, but 'pocket' was trained on small sketches: use "
+            "--backbone vit-b16-in21k, or deit-tiny on a slow machine"
+        )
+    return messages
 
 
 def summary(images: Labelled) -> str:
-    """How many images of which classes and which size."""
+    """Return the number of images of each class and the range of their sizes in one line."""
     counts = images.counts()
-    some = _some(images)
-    sides = sorted(image.size for image in some)
-    smallest, largest = sides[0], sides[-1]
-    size = f"{smallest[0]} x {smallest[1]}"
-    if largest != smallest:
-        size += f" to {largest[0]} x {largest[1]}"
+    sizes = sorted(image.size for image in _samples(images))
+    smallest, largest = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1]))
+    size = smallest if largest == smallest else f"{smallest} to {largest}"
     each = join_names([f"{name} {count}" for name, count in counts.items()], 12)
     return f"{len(counts)} classes, {sum(counts.values())} images of {size} px: {each}"
 
 
-def near_duplicates(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
-    """Names that differ in case, spaces, accents, plural or one letter."""
-    pairs = []
+def _similar_names(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
+    """Return pairs of names that differ in case, spaces, accents, plural or one letter."""
     names = [*known, *(name for name in new if name not in known)]
-    similar = len(names) <= MOST_COMPARED  # each with each takes its time
-    plain = [_plain(name) for name in names]
-    for place, name in enumerate(names):
-        if name not in new:
-            continue
-        for other in range(place):
-            first, second = plain[other], plain[place]
-            near = (
-                similar
+    plain = [_normalized(name) for name in names]
+    pairs = []
+    for later, name in enumerate(names):
+        for earlier in range(later) if name in new else ():
+            first, second = plain[earlier], plain[later]
+            similar = (
+                len(names) <= MAX_COMPARED_NAMES
                 and len(min(first, second, key=len)) > 4
-                and (difflib.SequenceMatcher(None, first, second).ratio() > 0.92)
+                and difflib.SequenceMatcher(None, first, second).ratio() > 0.92
+                and not _differ_in_number(first, second)
             )
-            if not first.isdecimal() and (
-                first == second or (near and not _numbered(first, second))
-            ):
-                pairs.append((names[other], name))
+            if not first.isdecimal() and (first == second or similar):
+                pairs.append((names[earlier], name))
     return pairs
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     folded = unicodedata.normalize("NFKD", name).casefold()
     letters = "".join(letter for letter in folded if letter.isalnum())
     return letters.removesuffix("s") or folded
 
 
-def _numbered(first: str, second: str) -> bool:
-    """`type 1` and `type 2` are two classes."""
+def _differ_in_number(first: str, second: str) -> bool:
+    """Return whether only digits differ: `type 1` and `type 2` are two classes."""
     return [c for c in first if not c.isdecimal()] == [c for c in second if not c.isdecimal()]
 
 
-def _about_pixels(images: Labelled, backbone: str, pixels: Preprocessing) -> list[str]:
-    looked, found = _some(images), []
-    side = float(np.median([min(image.size) for image in looked]))
-    if side < pixels.size / 2:
-        found.append(
-            f"images are about {side:.0f} px small, the backbone expects {pixels.size} px: they "
-            "are enlarged and carry little detail"
-        )
-    if backbone == "pocket" and _photographs(looked):
-        found.append(
-            "these look like photographs, and 'pocket' was trained on small sketches: take "
-            "--backbone vit-b16-in21k, or deit-tiny on a slow machine"
-        )
-    return found
-
-
-def _some(images: Labelled) -> list[Any]:
-    """Images from first to last."""
+def _samples(images: Labelled) -> list[Image.Image]:
+    """Decode images at equal distances over the whole split."""
     count = len(images.split)
-    places = np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(int))
-    return [images.split.image(int(place)) for place in places]
+    indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
+    return [images.split.image(int(index)) for index in indices]
 
 
-def _photographs(images: Sequence[Any]) -> bool:
-    """Large, and coloured or with many shades; sketches have mostly ground and ink."""
+def _are_photographs(images: Sequence[Image.Image]) -> bool:
+    """Return whether most images are large and have many shades, unlike sketches."""
     large = [image for image in images if min(image.size) >= 64]
     if len(large) <= len(images) / 2:
         return False
-    shades = []
-    for image in large:
-        grey = np.asarray(convert_channels(image, 1).resize((64, 64)))
-        shades.append(np.mean((grey > 40) & (grey < 215)))
-    return float(np.median(shades)) > 0.3
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return join_names([f"'{name}'" for name in names])
+    grey = np.stack([np.asarray(convert_channels(image, 1).resize((64, 64))) for image in large])
+    shaded = ((grey > 40) & (grey < 215)).mean(axis=(1, 2))
+    return float(np.median(shaded)) > 0.3

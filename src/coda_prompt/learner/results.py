@@ -1,4 +1,4 @@
-"""What learning and testing told."""
+"""Results of `ContinualClassifier.learn` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -7,54 +7,66 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Learned:
-    """What one `learn` did."""
+    """The outcome of one lesson."""
 
     new: tuple[str, ...]
+    """Classes learned for the first time."""
     continued: tuple[str, ...]
-    """Classes that were known before and got more images."""
+    """Known classes that were given more images."""
     images: dict[str, int]
-    """Of each class, held-out ones included."""
+    """Number of images of each class, including held-out images."""
     held_out: int
+    """Number of images held out to measure accuracy."""
     accuracy: float | None
-    """On held-out images of this task, among all classes known; None where none were held out."""
+    """Accuracy on the held-out images among all known classes; None if none were held out."""
     accuracy_own: float | None
-    """The same among the classes of this task."""
+    """Accuracy on the held-out images among the classes of this lesson."""
     calibration_error: float | None
-    """Of the probabilities it gives now, on the held-out images."""
+    """Expected calibration error of the probabilities on the held-out images."""
     seconds: float
+    """Duration of the lesson."""
     warnings: tuple[str, ...] = ()
+    """Possible problems with the images."""
     left_out: tuple[str, ...] = ()
-    """Files that could not be read."""
+    """Images that could not be read, with `skip_bad`."""
     forgotten: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of classes that are watched: accuracy before and after."""
+    """Accuracy of each watched class before and after the lesson."""
 
 
 @dataclass(frozen=True)
 class ClassAccuracy:
+    """Accuracy on the images of one class, among all known classes."""
+
     images: int
     accuracy: float
 
 
 @dataclass(frozen=True)
 class TaskAccuracy:
+    """Accuracy on the classes that one lesson introduced."""
+
     number: int
-    """The first task is 1."""
+    """Number of the lesson, starting at 1."""
     classes: tuple[str, ...]
-    """Those the task was the first to bring."""
+    """Classes learned for the first time in this lesson."""
     images: int
     accuracy: float
-    """Among all classes known."""
+    """Accuracy among all known classes."""
     accuracy_own: float
-    """Among the task's own classes."""
+    """Accuracy among the classes of this lesson."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
+    """Accuracy on labelled images."""
+
     images: int
     accuracy: float
+    """Accuracy among all known classes."""
     calibration_error: float
+    """Expected calibration error of the probabilities."""
     classes: dict[str, ClassAccuracy]
     tasks: tuple[TaskAccuracy, ...]
-    """Tasks of which at least one class was tested."""
+    """Lessons with at least one class among the images."""
     left_out: tuple[str, ...] = ()
-    """Files that could not be read."""
+    """Images that could not be read, with `skip_bad`."""
