@@ -56,8 +56,7 @@ class MemorySplit:
         return as_image(self.images[index], min_side)
 
     def subset(self, indices: Sequence[int]) -> MemorySplit:
-        images = self.images if len(indices) == len(self) else Subset(self.images, indices)
-        return MemorySplit(images, self.labels[np.asarray(indices, np.int64)])
+        return MemorySplit(Subset(self.images, indices), self.labels[indices])
 
     def fingerprint(self) -> str:
         """Return a hash of all pixels and labels."""
@@ -185,8 +184,8 @@ def _open_labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelle
     if isinstance(items, np.ndarray) and items.dtype == np.uint8 and items.shape[3:] in ((), (3,)):
         return Labelled(ArraySplit(items, rows), names)
     if all(isinstance(item, str | os.PathLike) for item in items):
-        return _check_files(list(items), rows, names, skip_bad)
-    return _check_items(MemorySplit(items, rows), names, skip_bad)
+        return _leave_out_unreadable(FileSplit(items, rows), names, skip_bad)
+    return _leave_out_unreadable(MemorySplit(items, rows), names, skip_bad)
 
 
 def image_items(data: Any) -> list[Any] | NDArray[Any]:
@@ -279,8 +278,8 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
         remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)."
         raise MissingData(root / empty[0], f"class '{empty[0]}' has no image", remedy)
     rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
-    paths = tuple(path for group in files.values() for path in group)
-    images = _check_files(paths, rows, tuple(files), skip_bad)
+    split = FileSplit((path for group in files.values() for path in group), rows)
+    images = _leave_out_unreadable(split, tuple(files), skip_bad)
     remarks = list(images.remarks)
     if folders.loose_images:
         remarks.append(
@@ -293,28 +292,12 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     return replace(images, remarks=tuple(remarks))
 
 
-def _check_files(
-    paths: Sequence[str], rows: Integers, names: tuple[str, ...], skip_bad: bool
+def _leave_out_unreadable(
+    split: FileSplit | MemorySplit, names: tuple[str, ...], skip_bad: bool
 ) -> Labelled:
-    """Decode every file once, to report or leave out all unreadable ones together."""
-    with ThreadPoolExecutor() as pool:
-        problems = list(pool.map(_file_problem, paths))
-    good, bad, remarks = _leave_out(problems, rows, names, skip_bad)
-    return Labelled(FileSplit([paths[index] for index in good], rows[good]), names, bad, remarks)
+    """Decode every image once, to report or leave out all unreadable ones together."""
 
-
-def _file_problem(path: str) -> BadImage | None:
-    try:
-        open_image(path)
-    except BadImage as error:
-        return error
-    return None
-
-
-def _check_items(split: MemorySplit, names: tuple[str, ...], skip_bad: bool) -> Labelled:
-    """Decode every item of a list or dataset once, like `_check_files`."""
-
-    def item_problem(index: int) -> BadImage | None:
+    def problem(index: int) -> BadImage | None:
         try:
             split.image(index).load()
         except BadImage as error:
@@ -325,26 +308,24 @@ def _check_items(split: MemorySplit, names: tuple[str, ...], skip_bad: bool) -> 
             return BadImage(f"image {index}", " ".join(str(error).split()).rstrip("."))
         return None
 
-    problems = [item_problem(index) for index in range(len(split))]
-    good, bad, remarks = _leave_out(problems, split.labels, names, skip_bad)
-    return Labelled(split.subset(good), names, bad, remarks)
-
-
-def _leave_out(
-    problems: Sequence[BadImage | None], rows: Integers, names: tuple[str, ...], skip_bad: bool
-) -> tuple[list[int], tuple[BadImage, ...], tuple[str, ...]]:
-    """Return the indices of readable images, the others, and remarks on classes without any."""
-    bad = tuple(problem for problem in problems if problem is not None)
-    good = [index for index, problem in enumerate(problems) if problem is None]
+    if isinstance(split, FileSplit):
+        with ThreadPoolExecutor() as pool:
+            problems = list(pool.map(problem, range(len(split))))
+    else:  # a dataset may not be thread-safe
+        problems = [problem(index) for index in range(len(split))]
+    bad = tuple(each for each in problems if each is not None)
+    good = [index for index, each in enumerate(problems) if each is None]
     if bad and not (skip_bad and good):
         raise BadImages(bad)
-    present = {int(rows[index]) for index in good}
+    if bad:
+        split = split.subset(good)
+    present = set(split.labels.tolist())
     remarks = tuple(
         f"class '{name}' has no image that can be read: left out"
         for row, name in enumerate(names)
         if row not in present
     )
-    return good, bad, remarks
+    return Labelled(split, names, bad, remarks)
 
 
 def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
@@ -378,7 +359,7 @@ def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
             for label in _check_labels(targets)
         ]
     )
-    return _check_items(MemorySplit(data, rows), names, skip_bad)
+    return _leave_out_unreadable(MemorySplit(data, rows), names, skip_bad)
 
 
 def _number(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:

@@ -105,6 +105,11 @@ class FileSplit:
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return open_image(self.paths[index], min_side)
 
+    def subset(self, indices: Sequence[int]) -> FileSplit:
+        """Select images by their indices."""
+        domains = None if self.domains is None else self.domains[indices]
+        return FileSplit([self.paths[index] for index in indices], self.labels[indices], domains)
+
     def fingerprint(self) -> str:
         """Hash the files' names, sizes and labels; their content is not read."""
         digest = hashlib.sha256()
