@@ -14,7 +14,7 @@ from coda_prompt.data.resolve import labelled
 from coda_prompt.learner import calibration
 
 
-def test_the_temperature_has_the_least_loss() -> None:
+def test_fitted_temperature_minimizes_the_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 7 * torch.randn(400, 5, generator=generator)
     labels = torch.multinomial(torch.softmax(logits / 3, dim=1), 1, generator=generator)[:, 0]
@@ -28,7 +28,7 @@ def test_the_temperature_has_the_least_loss() -> None:
     assert all(loss(found) <= loss(found * factor) for factor in (0.9, 0.99, 1.01, 1.1))
 
 
-def test_a_few_images_that_are_all_right_do_not_make_it_certain() -> None:
+def test_few_correct_images_do_not_make_the_model_certain() -> None:
     logits = torch.eye(3)
     found = calibration.fit_temperature(logits, torch.arange(3), default=0.1)
     assert 0.03 < found < 0.2
@@ -48,14 +48,14 @@ def test_probabilities_of_small_tasks_are_neither_certain_nor_flat(validation: f
     assert found.calibration_error < 0.2
 
 
-def test_the_calibration_error_by_hand() -> None:
+def test_calibration_error_computed_by_hand() -> None:
     sure = torch.tensor([[0.95, 0.05]] * 4 + [[0.65, 0.35]] * 4, dtype=torch.float64)
     labels = torch.tensor([0, 0, 0, 1, 0, 1, 1, 1])
     expected = 0.5 * abs(0.75 - 0.95) + 0.5 * abs(0.25 - 0.65)
     assert calibration.expected_calibration_error(sure, labels) == pytest.approx(expected)
 
 
-def test_probabilities_can_be_believed() -> None:
+def test_probabilities_are_calibrated() -> None:
     """Scores of RanPAC are no logits: without the temperature they are far from believable."""
     classifier = ContinualClassifier(method="ranpac")
     classifier.learn(*drawings(range(10), count=80))

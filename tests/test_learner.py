@@ -27,7 +27,7 @@ def test_three_lines_of_python(drawing_folders: Path) -> None:
     assert classifier.classes_ == list(NAMES[:4])
 
 
-def test_every_kind_of_data_teaches_the_same(drawing_folders: Path) -> None:
+def test_every_kind_of_data_gives_the_same_model(drawing_folders: Path) -> None:
     """A folder, paths, PIL images, arrays, tensors and a dataset with the same images."""
     reference = ContinualClassifier(method="ranpac")
     reference.learn(drawing_folders / "task-1")
@@ -60,7 +60,7 @@ def test_every_kind_of_data_teaches_the_same(drawing_folders: Path) -> None:
         assert_same(reference, other)
 
 
-def test_known_classes_are_continued_under_their_name() -> None:
+def test_known_classes_are_continued() -> None:
     classifier = taught(range(3), method="ncm")
     images, names = drawings([0, 5], count=40)
     learned = classifier.learn(images, names, validation=0)
@@ -71,7 +71,7 @@ def test_known_classes_are_continued_under_their_name() -> None:
     assert tensors(classifier)["counts.frozen"].tolist() == [16 + 40, 16, 16, 40]
 
 
-def test_classes_are_strings_and_numbers_become_their_text() -> None:
+def test_integer_labels_become_strings() -> None:
     classifier = ContinualClassifier(method="ncm")
     images, _ = drawings(range(2))
     classifier.learn(images, [7] * 20 + [10] * 20)
@@ -79,7 +79,7 @@ def test_classes_are_strings_and_numbers_become_their_text() -> None:
     assert set(classifier.predict(images)) <= {"7", "10"}
 
 
-def test_probabilities_are_those_of_the_classes_in_their_order() -> None:
+def test_predict_proba_follows_the_order_of_classes() -> None:
     classifier = taught(range(4), range(4, 6))
     images, names = drawings(range(6), test=True)
     chances = classifier.predict_proba(images)
@@ -91,7 +91,7 @@ def test_probabilities_are_those_of_the_classes_in_their_order() -> None:
     assert classifier.score(images, names) == pytest.approx(right)
 
 
-def test_an_evaluation_tells_classes_and_tasks_apart() -> None:
+def test_evaluation_by_class_and_by_task() -> None:
     classifier = taught(range(4), range(4, 6))
     images, names = drawings(range(6), test=True)
     found = classifier.evaluate(images, names)
@@ -108,7 +108,7 @@ def test_an_evaluation_tells_classes_and_tasks_apart() -> None:
     )
 
 
-def test_what_old_tasks_keep_among_their_own_classes() -> None:
+def test_old_tasks_retain_accuracy_among_their_own_classes() -> None:
     """Over all classes a task has more to be mistaken for; among its own it stays what it was."""
     classifier = ContinualClassifier(method="ranpac")
     then = []
@@ -121,7 +121,7 @@ def test_what_old_tasks_keep_among_their_own_classes() -> None:
         assert task.accuracy_own >= before - 0.05
 
 
-def test_one_class_after_another_beats_nearest_class_mean_by_three_points() -> None:
+def test_ranpac_beats_nearest_class_mean_on_one_class_per_task() -> None:
     """Thirty classes of all training drawings, with the method that learn takes by default."""
     accuracies = {}
     for method in (None, "ncm"):
@@ -132,7 +132,7 @@ def test_one_class_after_another_beats_nearest_class_mean_by_three_points() -> N
     assert accuracies[None] >= accuracies["ncm"] + 0.03
 
 
-def test_a_few_images_of_a_new_class_count_beside_many_of_old_ones() -> None:
+def test_new_class_with_few_images_is_predicted_beside_large_ones() -> None:
     """And where all classes have as many, every class counts alike anyway."""
     old, labels = drawings(range(10), 80)
     tests = drawings(range(10), test=True)
@@ -151,7 +151,7 @@ def test_a_few_images_of_a_new_class_count_beside_many_of_old_ones() -> None:
     assert scores[True, "old"] > scores[True, "before"] - 0.08
 
 
-def test_what_is_told_after_learning_is_what_is_measured() -> None:
+def test_reported_accuracy_matches_the_held_out_images() -> None:
     classifier = ContinualClassifier(method="ncm")
     images, labels = drawings(range(12), 20)
     classifier.learn(images, labels, validation=0)
@@ -176,7 +176,7 @@ def test_what_is_told_after_learning_is_what_is_measured() -> None:
     assert told.calibration_error == pytest.approx(error, abs=1e-6)
 
 
-def test_watched_images_of_old_classes_tell_what_was_forgotten(drawing_folders: Path) -> None:
+def test_watched_images_measure_forgetting(drawing_folders: Path) -> None:
     classifier = ContinualClassifier(method="ranpac")
     classifier.learn(drawing_folders / "task-1")
     before = classifier.evaluate(*drawings(range(4), 8, test=True)).classes
@@ -188,7 +188,7 @@ def test_watched_images_of_old_classes_tell_what_was_forgotten(drawing_folders: 
         assert now == pytest.approx(after[name].accuracy)
 
 
-def test_what_is_forgotten_is_told() -> None:
+def test_forgetting_is_reported() -> None:
     classifier = taught(range(2), method="ncm")
     watch = list(zip(*drawings(range(2), test=True), strict=True))
     again, _ = drawings([0])
@@ -214,17 +214,17 @@ def some(counts: dict[str, int], size: int = 28) -> Labelled:
         ({"cat": 9, "unknown": 9}, [], "--unknown-below"),
     ],
 )
-def test_a_warning_where_it_matters(counts: dict[str, int], known: list[str], words: str) -> None:
+def test_warnings(counts: dict[str, int], known: list[str], words: str) -> None:
     found = advice.warnings(some(counts), known, "pocket", Preprocessing(28, 1, (0.5,), (0.5,)))
     assert any(words in warning for warning in found)
 
 
-def test_no_warning_where_there_is_nothing_to_say() -> None:
+def test_no_warning_for_good_data() -> None:
     images = some({"cat": 10, "dog": 12, "type 1": 10, "type 2": 10})
     assert advice.warnings(images, ["bird"], "pocket", Preprocessing(28, 1, (0.5,), (0.5,))) == []
 
 
-def test_small_images_and_photographs_are_noticed() -> None:
+def test_warnings_about_small_images_and_photographs() -> None:
     small = advice.warnings(
         some({"a": 9}), [], "vit-b16-in1k", Preprocessing(224, 3, (0.5,) * 3, (0.5,) * 3)
     )
@@ -235,7 +235,7 @@ def test_small_images_and_photographs_are_noticed() -> None:
     assert any("vit-b16-in21k" in warning for warning in found)
 
 
-def test_a_part_of_a_dataset_keeps_its_class_names() -> None:
+def test_subset_of_a_dataset_uses_its_class_names() -> None:
     images, names = drawings(range(2), 4)
 
     class Named(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -251,12 +251,12 @@ def test_a_part_of_a_dataset_keeps_its_class_names() -> None:
     assert ContinualClassifier(method="ncm").learn(part).images == {NAMES[0]: 2, NAMES[1]: 2}
 
 
-def test_epochs_of_a_method_without_training_are_refused() -> None:
+def test_closed_form_methods_refuse_epochs() -> None:
     with pytest.raises(BadOption, match="nothing to train"):
         ContinualClassifier().learn(*drawings(range(2)), epochs=3)
 
 
-def test_the_temperature_is_fitted_to_held_out_images() -> None:
+def test_temperature_is_fitted_to_held_out_images() -> None:
     classifier = taught(range(6))
     (task,) = classifier.tasks_
     assert task["fitted_on"] == task["held_out"] > 0
@@ -273,7 +273,7 @@ def test_the_temperature_is_fitted_to_held_out_images() -> None:
     assert fitted < surprise()
 
 
-def test_before_any_class_is_learned_the_answer_is_clear() -> None:
+def test_predicting_before_learning_raises_not_learned() -> None:
     with pytest.raises(NotLearned, match="has not learned any class"):
         ContinualClassifier(method="ncm").predict(drawings([0])[0])
     with pytest.raises(NotLearned, match=NAMES[7]):

@@ -52,7 +52,7 @@ BAD = ["corrupt", "truncated", "empty", "text", "bomb"]
 GOOD = ["cmyk", "16 bit", "palette", "alpha", "animated"]
 
 
-def test_all_bad_files_are_listed_before_anything_is_learned(tmp_path: Path) -> None:
+def test_all_unreadable_files_are_listed_before_learning(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / "data" / name
         folder.mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_all_bad_files_are_listed_before_anything_is_learned(tmp_path: Path) -> 
     assert "Traceback" not in shown.stderr
 
 
-def test_skip_bad_goes_on_without_whatever_is_bad(tmp_path: Path) -> None:
+def test_skip_bad_leaves_out_unreadable_images(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for name in ("a", "b", "all bad"):
         (data / name).mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_skip_bad_goes_on_without_whatever_is_bad(tmp_path: Path) -> None:
     assert "28 x 28 px" in shown.stderr.replace("\n", " ")
 
 
-def test_bad_images_in_memory_are_listed_and_skipped(tmp_path: Path) -> None:
+def test_unreadable_images_in_memory_are_listed_and_skipped(tmp_path: Path) -> None:
     picture("truncated", tmp_path / "cut off.png")
     lazy = Image.open(tmp_path / "cut off.png")
     images = [SOURCE.train.image(0), lazy, SOURCE.train.image(1)]
@@ -128,7 +128,7 @@ def test_bad_images_in_memory_are_listed_and_skipped(tmp_path: Path) -> None:
     assert learned.images == {"a": 1, "b": 1}
 
 
-def test_predictions_of_whatever_people_name(tmp_path: Path) -> None:
+def test_predictions_of_files_folders_and_patterns(tmp_path: Path) -> None:
     taught(range(2)).save(tmp_path / "model")
     for name in ("x1", "x2"):
         (tmp_path / name).mkdir()
@@ -148,7 +148,7 @@ def test_predictions_of_whatever_people_name(tmp_path: Path) -> None:
     assert len(listed.stdout.splitlines()) == 3
 
 
-def test_names_command_no_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     taught(range(2)).save(tmp_path / "model")
     SOURCE.test.image(0).save(tmp_path / "red\x1b[31m.png")
     shown = coda(
@@ -161,7 +161,7 @@ def test_names_command_no_terminal(tmp_path: Path) -> None:
         ContinualClassifier(method="ncm").learn(tmp_path / "data")
 
 
-def test_a_photograph_lying_on_its_side_is_seen_upright(tmp_path: Path) -> None:
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     classifier = taught(range(6))
     upright = SOURCE.test.image(3).convert("RGB").resize((56, 56))
     upright.save(tmp_path / "upright.png")
@@ -174,7 +174,7 @@ def test_a_photograph_lying_on_its_side_is_seen_upright(tmp_path: Path) -> None:
     np.testing.assert_allclose(first, opened, atol=1e-6)
 
 
-def test_colours_are_converted_as_expected(tmp_path: Path) -> None:
+def test_color_conversion(tmp_path: Path) -> None:
     classifier = taught(range(6))
     grey = SOURCE.test.image(5)
     kinds = {
@@ -193,7 +193,7 @@ def test_colours_are_converted_as_expected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["empty class", "no class", "file", "missing", "parts", "loop"])
-def test_folders_that_are_not_what_they_should_be(trouble: str, tmp_path: Path) -> None:
+def test_unusable_folders_are_refused(trouble: str, tmp_path: Path) -> None:
     root = tmp_path / "dätä with space"
     good = root / "ä class"
     good.mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_folders_that_are_not_what_they_should_be(trouble: str, tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
+def test_error_names_the_unreadable_folder(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(mode=0)
     with pytest.raises(MissingData, match="cannot be read"):
         ContinualClassifier(method="ncm").learn(tmp_path)

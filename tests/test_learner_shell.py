@@ -51,7 +51,7 @@ def said(session: tuple[Path, dict[str, str]], command: str) -> list[str]:
     return [text for line, text in session[1].items() if command in line]
 
 
-def test_the_session_of_the_page(session: tuple[Path, dict[str, str]]) -> None:
+def test_commands_of_the_documentation(session: tuple[Path, dict[str, str]]) -> None:
     first, second, third, again = said(session, "coda learn")
     assert "new: " in first
     assert "watched classes: " in second
@@ -64,7 +64,7 @@ def test_the_session_of_the_page(session: tuple[Path, dict[str, str]]) -> None:
     assert "Accuracy by task" in said(session, "coda evaluate")[0]
 
 
-def test_what_the_page_says_of_old_tasks_is_what_is_measured(
+def test_documented_accuracies_match_the_commands(
     session: tuple[Path, dict[str, str]],
 ) -> None:
     """Within a point, and among its own classes each task is within 5 % of when it was learned."""
@@ -146,7 +146,7 @@ def test_results_as_json(session: tuple[Path, dict[str, str]]) -> None:
         (("export", "my-model", "no/such/folder/x.onnx"), "no such folder"),
     ],
 )
-def test_a_mistake_ends_in_one_message(
+def test_user_errors_print_one_message(
     arguments: tuple[str, ...], message: str, session: tuple[Path, dict[str, str]]
 ) -> None:
     finished = coda(*arguments, cwd=session[0])
@@ -170,7 +170,7 @@ def test_help_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize("verb", ["learn", "predict", "evaluate", "info", "undo", "export",
                                   "bench", "sweep", "report", "methods", "backbones"])  # fmt: skip
-def test_every_verb_has_an_example(verb: str) -> None:
+def test_every_command_has_an_example(verb: str) -> None:
     shown = coda(verb, "--help")
     assert "Example" in shown.stdout
     assert f"coda {verb}" in shown.stdout

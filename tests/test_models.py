@@ -1,4 +1,4 @@
-"""Models on disk: the same bits, undone, damaged, cut off, killed, never an image."""
+"""Model folders: round trip, undo, damage, interrupted saves, and no stored images."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from coda_prompt.storage.tensors import read_tensors, write_tensors
 from coda_prompt.training.settings import Event
 
 
-def test_a_saved_model_is_the_same_model(tmp_path: Path) -> None:
+def test_saved_model_round_trips(tmp_path: Path) -> None:
     classifier = taught(range(3), range(3, 5), method="coda-p", epochs=1)
     classifier.save(tmp_path / "model")
     loaded = coda_prompt.load(str(tmp_path / "model"))
@@ -57,7 +57,7 @@ def test_a_saved_model_is_the_same_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["ranpac", "coda-p", "coda-p-ranpac", "ncm"])
-def test_continued_in_another_process_it_is_the_same_bits(method: str, tmp_path: Path) -> None:
+def test_learning_continues_bit_identically_in_another_process(method: str, tmp_path: Path) -> None:
     script = (
         "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[1])\n"
         "from test_learner import drawings, ContinualClassifier\n"
@@ -135,7 +135,7 @@ def test_no_image_and_no_feature_of_an_image_is_in_the_file(method: str, tmp_pat
 
 
 @pytest.mark.parametrize(("classes", "count"), [(1, 2), (1, 10), (10, 2), (10, 5)])
-def test_few_images_leave_no_feature_of_one_in_the_sums(classes: int, count: int) -> None:
+def test_sums_of_few_images_hide_each_feature(classes: int, count: int) -> None:
     """Not in the file, and not in the difference of two versions either."""
     classifier = ContinualClassifier()
     before = classifier._method.statistics._unpacked()  # type: ignore[union-attr]
@@ -155,7 +155,7 @@ def test_few_images_leave_no_feature_of_one_in_the_sums(classes: int, count: int
         before = gram
 
 
-def test_copies_of_an_image_are_one_image() -> None:
+def test_copies_of_an_image_count_as_one() -> None:
     images, names = drawings([0], 8)
     images = np.concatenate([images, images[:1], images[:1]])
     classifier = ContinualClassifier()
@@ -168,7 +168,7 @@ def test_copies_of_an_image_are_one_image() -> None:
     assert near.max() < 0.98
 
 
-def test_many_images_have_their_exact_sums() -> None:
+def test_sums_of_many_images_are_exact() -> None:
     classifier = taught(range(10))
     inner: Any = classifier._method
     images, _ = drawings(range(10))
@@ -187,7 +187,7 @@ def _view(classifier: ContinualClassifier, image: Any) -> torch.Tensor:
     return eval_view(Image.fromarray(image), classifier._backbone.preprocessing, "squash")
 
 
-def test_a_class_of_one_image_is_told() -> None:
+def test_warning_about_a_class_of_one_image() -> None:
     classifier = ContinualClassifier(method="ncm")
     images, names = drawings(range(2), count=6)
     learned = classifier.learn(images[:7], names[:7])
@@ -200,7 +200,7 @@ def test_methods_that_need_old_images_are_refused(method: str) -> None:
         ContinualClassifier(method=method)
 
 
-def test_a_failed_learn_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_failed_learn_leaves_the_model_unchanged(tmp_path: Path) -> None:
     classifier = taught(range(3), method="coda-p", epochs=2)
     before = {name: tensor.clone() for name, tensor in tensors(classifier).items()}
     tasks = list(classifier.tasks_)
@@ -219,7 +219,7 @@ def test_a_failed_learn_leaves_everything_as_it_was(tmp_path: Path) -> None:
     assert_same(classifier, taught(range(3), [3, 4], method="coda-p", epochs=2))
 
 
-def test_a_failure_while_measuring_leaves_everything_as_it_was() -> None:
+def test_failed_measurement_leaves_the_model_unchanged() -> None:
     classifier = taught(range(3))
     before = {name: tensor.clone() for name, tensor in tensors(classifier).items()}
     calls = 0
@@ -253,7 +253,7 @@ def test_a_tiny_task_does_not_make_the_model_forget() -> None:
     assert classifier.score(*drawings(range(20), test=True)) >= before - 0.03
 
 
-def test_epochs_of_one_task_are_not_those_of_the_next(tmp_path: Path) -> None:
+def test_epochs_apply_to_one_lesson_only(tmp_path: Path) -> None:
     classifier = taught(range(3), method="coda-p", epochs=2)
     seen = []
     classifier.learn(*drawings([3, 4]), epochs=1, on_event=lambda event: seen.append(event.epochs))
@@ -262,7 +262,7 @@ def test_epochs_of_one_task_are_not_those_of_the_next(tmp_path: Path) -> None:
     assert max(seen) == 2
 
 
-def test_a_folder_with_other_things_is_not_written_to(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("my project")
     classifier = taught(range(2), method="ncm")
     with pytest.raises(MissingData, match="not empty"):
@@ -307,7 +307,7 @@ def test_a_method_that_trains_the_network_and_a_bad_device_are_refused() -> None
         ContinualClassifier(device="nonsense")
 
 
-def test_one_image_is_one_image_however_it_comes(tmp_path: Path) -> None:
+def test_single_image_as_path_array_or_tensor(tmp_path: Path) -> None:
     classifier = taught(range(3), method="ncm")
     grey = SOURCE.test.images[0]
     grey_image = Image.fromarray(grey)
@@ -320,7 +320,7 @@ def test_one_image_is_one_image_however_it_comes(tmp_path: Path) -> None:
     assert all(len(classifier.predict(kind)) == 1 for kind in kinds)
 
 
-def test_classes_a_dataset_only_names_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_without_images_are_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pairs(torch.utils.data.Dataset[Any]):
         classes = ("never", NAMES[0], "nowhere", NAMES[1])
 
@@ -416,7 +416,7 @@ def _rename_first(description: dict[str, Any], name: str) -> None:
         lambda d: _rename_first(d, "\x1b[2J"),
     ],
 )
-def test_a_stranger_s_model_can_at_worst_be_refused(
+def test_forged_model_is_refused(
     change: Callable[[dict[str, Any]], object], tmp_path: Path
 ) -> None:
     taught(range(2), method="ncm").save(tmp_path)
@@ -427,7 +427,7 @@ def test_a_stranger_s_model_can_at_worst_be_refused(
         ContinualClassifier.load(tmp_path)
 
 
-def test_a_save_cut_off_at_any_step_leaves_one_whole_version(
+def test_save_interrupted_at_any_step_leaves_one_complete_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write and rename fails once; afterwards the model loads, and undo is right."""
@@ -477,7 +477,7 @@ SLOWLY = [pytest.param(moment / 30, marks=pytest.mark.slow) for moment in range(
 
 
 @pytest.mark.parametrize("moment", [0.7, "saving", *SLOWLY])
-def test_a_killed_learn_leaves_one_whole_version(
+def test_killed_learn_leaves_one_complete_version(
     moment: float | str, tmp_path: Path, drawing_folders: Path
 ) -> None:
     """SIGKILL while it learns, or as soon as a new file appears; the same command then finishes."""
@@ -518,7 +518,7 @@ def test_a_killed_learn_leaves_one_whole_version(
     assert_same(found, first)
 
 
-def test_a_file_does_not_say_how_many_processes_read_images(tmp_path: Path) -> None:
+def test_model_does_not_set_the_number_of_loader_workers(tmp_path: Path) -> None:
     taught(range(2), method="ncm").save(tmp_path)
     model = store.read_model(tmp_path)
     training = {**model.description.training, "workers": 200}
@@ -527,7 +527,7 @@ def test_a_file_does_not_say_how_many_processes_read_images(tmp_path: Path) -> N
     assert ContinualClassifier.load(tmp_path)._training.workers == 0
 
 
-def test_a_seed_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_invalid_seed_in_a_model_is_refused(tmp_path: Path) -> None:
     taught(range(2)).save(tmp_path)
     model = store.read_model(tmp_path)
     model.tensors["statistics.seed"].fill_(-1)
@@ -536,7 +536,7 @@ def test_a_seed_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ContinualClassifier.load(tmp_path)
 
 
-def test_a_model_that_others_changed_is_not_overwritten(tmp_path: Path) -> None:
+def test_model_changed_by_another_process_is_not_overwritten(tmp_path: Path) -> None:
     taught(range(2)).save(tmp_path / "model")
     mine, theirs = (ContinualClassifier.load(tmp_path / "model") for _ in range(2))
     theirs.learn(*drawings([5]))
@@ -550,7 +550,7 @@ def test_a_model_that_others_changed_is_not_overwritten(tmp_path: Path) -> None:
     mine.save(tmp_path / "another")  # its own, again
 
 
-def test_undo_takes_no_version_of_others(tmp_path: Path) -> None:
+def test_undo_ignores_a_previous_version_of_another_process(tmp_path: Path) -> None:
     taught(range(2), [5]).save(tmp_path)
     mine, theirs = (ContinualClassifier.load(tmp_path) for _ in range(2))
     theirs.learn(*drawings([6]))
@@ -572,7 +572,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["_follows", "_write_copies", "end_lesson"])
-def test_a_learn_cut_off_while_saving_is_not_learned_twice(
+def test_learn_interrupted_while_saving_is_not_repeated(
     where: str, tmp_path: Path, drawing_folders: Path
 ) -> None:
     """The process ends without a word before the last rename, after it, or at the very end."""
@@ -601,7 +601,7 @@ def test_a_learn_cut_off_while_saving_is_not_learned_twice(
     assert len(ContinualClassifier.load(model).tasks_) == 3
 
 
-def test_a_training_is_kept_until_its_model_is_saved(
+def test_checkpoints_are_removed_only_after_the_model_is_saved(
     drawing_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk at the last moment; then the same lesson goes on, and no other one before it."""
