@@ -135,14 +135,14 @@ def test_results_as_json(session: tuple[Path, dict[str, str]]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("predict", "nowhere", "a.png"), "Point at a folder that 'coda learn' made"),
+        (("predict", "nowhere", "a.png"), "Use a folder that 'coda learn' created"),
         (("predict", "my-model", "nowhere.png"), "no such file"),
         (("learn", "my-model", "sketches/task-1", "--method", "coda-p"), "was made with"),
         (("learn", "my-model", "sketches/task-1", "--backbone", "deit-tiny"), "was made with"),
         (("learn", "other", "sketches/task-1", "--method", "er-5000"), "keeps none"),
         (("learn", "other", "nowhere"), "no such folder"),
         (("evaluate", "my-model", "sketches"), "has not learned"),
-        (("undo", "sketches"), "Point at a folder that 'coda learn' made"),
+        (("undo", "sketches"), "Use a folder that 'coda learn' created"),
         (("export", "my-model", "no/such/folder/x.onnx"), "no such folder"),
     ],
 )

@@ -297,7 +297,7 @@ def test_a_large_share_held_out_leaves_two_images_to_learn_from() -> None:
     classifier = ContinualClassifier(method="ncm")
     learned = classifier.learn(*drawings(range(3), count=6), validation=0.9)
     assert learned.held_out == 3 * 4
-    assert tensors(classifier)["counts"].tolist() == [2, 2, 2]
+    assert tensors(classifier)["counts.frozen"].tolist() == [2, 2, 2]
 
 
 def test_a_method_that_trains_the_network_and_a_bad_device_are_refused() -> None:
@@ -565,7 +565,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     taught(range(2), method="ncm").save(tmp_path)
     model = store.read_model(tmp_path)
     broken = {name: tensor.clone() for name, tensor in model.tensors.items()}
-    broken["sums"][0, 0] = float("nan")
+    broken["sums.frozen"][0, 0] = float("nan")
     (tmp_path / store.MODEL).write_bytes(store.encode_model(store.Model(model.description, broken)))
     with pytest.raises(CorruptFile, match="cannot be"):
         ContinualClassifier.load(tmp_path)
