@@ -27,7 +27,7 @@ from coda_prompt.model.vit import Images, ViT
 
 
 class ClosedForm(Method):
-    """Features are the queries; a task is learned from all of them at once."""
+    """Base of methods that fit a task's frozen features (the queries) at once, without training."""
 
     needs_queries = True
     closed_form = True
@@ -41,11 +41,11 @@ class ClosedForm(Method):
         return self.scores(self.queries(images) if queries is None else queries)
 
     def loss(self, batch: TrainingBatch) -> Loss:
-        raise TypeError(f"{self.name} is a closed form: nothing trains")
+        raise TypeError(f"{self.name} is fitted in closed form and has no loss")
 
     @abstractmethod
     def scores(self, queries: Tensor) -> Tensor:
-        """The scores of a batch, B x classes seen."""
+        """Compute the scores of a batch, B x classes seen."""
 
 
 class NearestClassMean(ClosedForm):

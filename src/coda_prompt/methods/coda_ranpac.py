@@ -1,6 +1,7 @@
-"""CODA-P's prompts, learned in the first task, with RanPAC's classifier.
+"""CODA-P-RanPAC: CODA-Prompt's prompts, learned in the first task, with RanPAC's classifier.
 
-https://arxiv.org/abs/2211.13218 and https://arxiv.org/abs/2307.02251.
+Smith et al., CVPR 2023, https://arxiv.org/abs/2211.13218, and McDonnell et al., NeurIPS 2023,
+https://arxiv.org/abs/2307.02251.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class CodaRanPACConfig(CodaConfig, RidgeConfig):
 
 
 class CodaRanPAC(RidgeClassifier, CodaPrompt):
-    """CODA-P's prompts, learned in the first task (of several classes), with RanPAC's classifier.
+    """CODA-P-RanPAC: prompts learned in the first task of several classes, RanPAC's classifier.
 
-    Prompts that change later would invalidate the sums of older classes. The linear head is only
-    used to train the prompts.
+    The prompts are frozen afterwards, because changing them would invalidate the sums of older
+    classes. The linear head is only used to train the prompts.
     """
 
     Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
@@ -50,6 +51,6 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
         return ParameterCount(prompts, self.statistics.sums.frozen.numel())
 
     def _learns_prompts(self, brief: TaskBrief) -> bool:
-        """Only in the first task that can, before there are sums."""
-        unused = not self.statistics.classes
-        return unused and super()._learns_prompts(brief)
+        """Learn prompts only while the sums are empty."""
+        empty = not self.statistics.classes
+        return empty and super()._learns_prompts(brief)

@@ -1,4 +1,7 @@
-"""Baselines that train the whole network: fine-tuning (FT, FT++) and the upper bound."""
+"""FT, FT++ and the upper bound: baselines that train the whole network.
+
+As compared in CODA-Prompt, Smith et al., CVPR 2023, https://arxiv.org/abs/2211.13218.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from coda_prompt.model.vit import Images, ViT
 
 
 class WholeNetwork(TrainedMethod):
-    """Trains a copy of the backbone; the frozen original is not used."""
+    """Base of methods that train a copy of the backbone; the original is not used."""
 
     learning_rate = 1e-4
     frozen_backbone = False
@@ -41,23 +44,23 @@ class WholeNetwork(TrainedMethod):
         return Loss.of(self.per_image_loss(batch.images, batch.labels, features))
 
     def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
-        """Softmax over all classes seen so far."""
+        """Compute the cross-entropy over all classes seen so far, one value per image."""
         return F.cross_entropy(self.head(features), labels, reduction="none")
 
     def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
-        """All rows train, old ones too."""
+        """Return the rows of all classes: those of old classes are trained too."""
         new = tuple(row for row in classes if row >= self.classes_seen)
         return (*range(self.classes_seen), *new)
 
 
 class FineTuning(WholeNetwork):
-    """FT: the network is trained on the new task, softmax over all classes seen so far."""
+    """FT: trains the network on the new task with a softmax over all classes seen so far."""
 
     variants = MappingProxyType({"ft": {}})
 
 
 class FineTuningMasked(WholeNetwork):
-    """FT++: the same, with old classes left out of the softmax and their rows frozen."""
+    """FT++: FT with old classes excluded from the softmax and their head rows frozen."""
 
     variants = MappingProxyType({"ft++": {}})
 
@@ -69,7 +72,7 @@ class FineTuningMasked(WholeNetwork):
 
 
 class UpperBound(WholeNetwork):
-    """Upper bound: the network trained on all classes at once, tested on the stream's tasks."""
+    """Upper bound: trains the network on all classes jointly; evaluated on the stream's tasks."""
 
     variants = MappingProxyType({"upper-bound": {}})
     trains_on = "all"

@@ -1,7 +1,7 @@
 """LwF.MC: Learning without Forgetting, multi-class.
 
-Li and Hoiem, https://arxiv.org/abs/1606.09282, in the form that iCaRL compares with
-(Rebuffi et al., https://arxiv.org/abs/1611.07725).
+Li and Hoiem, ECCV 2016, https://arxiv.org/abs/1606.09282, in the multi-class form of iCaRL's
+comparison (Rebuffi et al., CVPR 2017, https://arxiv.org/abs/1611.07725).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from coda_prompt.model.vit import Images, ViT
 
 
 class LearningWithoutForgetting(WholeNetwork):
-    """LwF.MC: sigmoid outputs, distilled for old classes from the network before the task.
+    """LwF.MC: sigmoid outputs; old classes are distilled from the network before the task.
 
-    Binary cross-entropy, summed over classes and averaged over the batch.
+    The loss is the binary cross-entropy, summed over classes and averaged over the batch.
     """
 
     variants = MappingProxyType({"lwf-mc": {}})
@@ -52,12 +52,12 @@ class LearningWithoutForgetting(WholeNetwork):
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
 
     def _lone_new_class(self, rows: tuple[int, ...]) -> bool:
-        """Never: sigmoid outputs train on one class too."""
+        """Return False: sigmoid outputs can be trained on a single class."""
         return False
 
 
 class Teacher(nn.Module):
-    """The network as it was before the task."""
+    """Frozen copy of the network and head before the task."""
 
     def __init__(self, network: ViT, head: Head) -> None:
         super().__init__()
@@ -66,5 +66,5 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Images) -> Tensor:
-        """Sigmoid outputs, B x classes seen before the task."""
+        """Compute the sigmoid outputs, B x classes seen before the task."""
         return self.head(self.network.features(images)).sigmoid()

@@ -1,4 +1,4 @@
-"""Vectors that start orthogonal to those already there, and the penalty that keeps them so."""
+"""Initialisation orthogonal to existing vectors, and orthogonality penalties, for prompts."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ from coda_prompt.methods.base import full_precision
 
 
 def orthonormal_rows(older: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` new rows per block: orthonormal, and orthogonal to the span of the older ones.
+    """Draw `count` orthonormal rows per block, orthogonal to the span of the older rows.
 
-    `older` is blocks x rows x dimensions. One QR decomposition of old and random rows together
-    does it. Where the space is full the rest are random unit vectors.
+    Computed by one QR decomposition of the older rows and random rows. Rows beyond the dimension of
+    the space are random unit vectors.
+
+    Args:
+        older: Existing rows, blocks x rows x dimensions.
+        count: Number of new rows per block.
+        generator: Source of the random rows, on the CPU.
     """
     blocks, rows, dimensions = older.shape
-    # On the CPU in float64, which not every accelerator has (the meta device has no values).
-    held = older if older.is_meta else older.cpu()
-    drawn = torch.randn(blocks, count, dimensions, generator=generator)
-    drawn = drawn.to(held.device, torch.float64)
-    room = max(0, min(count, dimensions - rows))
-    crowded = F.normalize(drawn[:, room:], dim=-1)
-    if not room:
-        return crowded.to(older)
-    together = torch.cat([held.double(), drawn[:, :room]], dim=1).mT  # blocks x D x rows
-    basis = torch.linalg.qr(together).Q[:, :, rows:].mT  # blocks x room x D
-    return torch.cat([basis, crowded], dim=1).to(older)
+    # On the CPU, because not every accelerator supports float64 (meta tensors have no values).
+    existing = older if older.is_meta else older.cpu()
+    random = torch.randn(blocks, count, dimensions, generator=generator)
+    random = random.to(existing.device, torch.float64)
+    free = max(0, min(count, dimensions - rows))  # dimensions left for new orthogonal rows
+    excess = F.normalize(random[:, free:], dim=-1)
+    if not free:
+        return excess.to(older)
+    columns = torch.cat([existing.double(), random[:, :free]], dim=1).mT  # blocks x D x rows
+    basis = torch.linalg.qr(columns).Q[:, :, rows:].mT  # blocks x free x D
+    return torch.cat([basis, excess], dim=1).to(older)
 
 
 def uniform_rows(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` rows per block drawn from [0, 1), as L2P starts its prompts."""
+    """Draw `count` rows per block uniformly from [0, 1), as L2P initialises its prompts."""
     shape = (like.shape[0], count, *like.shape[2:])
     return torch.rand(shape, generator=generator).to(like)
 
 
 def gram_error(rows: Tensor) -> Tensor:
-    """The sum of squares of B B^T - I, B being the rows of a block (blocks x rows x ...)."""
+    """Compute |B B^T - I|_F^2 for the rows B of each block (blocks x rows x ...)."""
     rows = rows.flatten(2)
     with full_precision(rows.device):
         gram = rows @ rows.mT
@@ -45,23 +50,23 @@ def gram_error(rows: Tensor) -> Tensor:
 
 
 def _joint_error(frozen: Tensor, new: Tensor, frozen_error: Tensor) -> Tensor:
-    """`gram_error` of the frozen rows over the new ones; that of the frozen alone is known."""
+    """Compute `gram_error` of the frozen and new rows together, given that of the frozen rows."""
     with full_precision(new.device):
-        across = (frozen.flatten(2) @ new.flatten(2).mT).square().sum(dim=(1, 2))
-    return frozen_error + 2 * across + gram_error(new)
+        cross_error = (frozen.flatten(2) @ new.flatten(2).mT).square().sum(dim=(1, 2))
+    return frozen_error + 2 * cross_error + gram_error(new)
 
 
 def mean_square_penalty(frozen: Tensor, new: Tensor, frozen_error: Tensor) -> Tensor:
-    """Sum over blocks of mean((B B^T - I)^2): what the released code computes."""
+    """Compute the sum over blocks of mean((B B^T - I)^2), as in the released code."""
     rows = frozen.shape[1] + new.shape[1]
     return _joint_error(frozen, new, frozen_error).sum() / rows**2
 
 
 def frobenius_penalty(frozen: Tensor, new: Tensor, frozen_error: Tensor) -> Tensor:
-    """Sum over blocks of |B B^T - I|_F (eq. 6), smoothed at zero, where training starts.
+    """Compute the sum over blocks of |B B^T - I|_F (CODA-Prompt, eq. 6), smoothed near zero.
 
-    Orthonormal rows rounded to float32 are about 1e-5 off. Well above that the norm bends into a
-    parabola; else rounding would decide the direction of a gradient of length 1.
+    Training starts at zero up to float32 rounding, about 1e-5, where the norm's gradient would have
+    length 1 in a direction set by rounding. With smoothing the norm is quadratic below 1e-3.
     """
-    bend = 1e-3
-    return (_joint_error(frozen, new, frozen_error) + bend**2).sqrt().sum()
+    smoothing = 1e-3
+    return (_joint_error(frozen, new, frozen_error) + smoothing**2).sqrt().sum()

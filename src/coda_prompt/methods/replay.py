@@ -25,14 +25,14 @@ class ReplayConfig(MethodConfig):
     """Options of ER."""
 
     buffer: int = Field(default=5000, ge=1)
-    """Images of past tasks in the buffer, in all."""
+    """Total number of past images in the buffer."""
 
 
 class ExperienceReplay(WholeNetwork):
-    """ER: the network trained on the task and on a class-balanced buffer of past images.
+    """ER: trains the network on the task and on a class-balanced buffer of past images.
 
-    A row of the buffer is (task, image, class, lot). Every image draws a random lot when it is
-    seen, and a class retains those with the smallest: a uniform sample of all its images.
+    A row of the buffer is (task, image, class, priority). Each image gets a random priority in its
+    task; a class retains the images with the smallest, a uniform sample of all its images.
     """
 
     Config: ClassVar[type[MethodConfig]] = ReplayConfig
@@ -48,26 +48,28 @@ class ExperienceReplay(WholeNetwork):
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         count = len(brief.labels)
-        lots = torch.randint(2**62, (count,), generator=brief.generator("buffer"))
+        priorities = torch.randint(2**62, (count,), generator=brief.generator("buffer"))
         task = torch.full((count,), brief.index)
-        self.candidates = torch.stack([task, torch.arange(count), brief.labels.cpu(), lots], dim=1)
+        self.candidates = torch.stack(
+            [task, torch.arange(count), brief.labels.cpu(), priorities], dim=1
+        )
 
     def end_task(self) -> None:
-        """Retain the same number of images of each class."""
+        """Reduce the buffer and the task's images to an equal number of images per class."""
         candidates = torch.cat([self.buffer.frozen.cpu(), self.candidates])
         candidates = candidates[candidates[:, 3].argsort()]
         share, remainder = divmod(self.config.buffer, max(1, self.classes_seen))
         parts = []
         for row in range(self.classes_seen):
-            of_class = candidates[candidates[:, 2] == row]
-            parts.append(of_class[: share + (row < remainder)])
+            class_candidates = candidates[candidates[:, 2] == row]
+            parts.append(class_candidates[: share + (row < remainder)])
         self.buffer.frozen = torch.cat(parts).to(self.buffer.frozen.device)
         self.candidates = self.candidates[:0]
         super().end_task()
 
     def replay(self, count: int, generator: torch.Generator) -> Tensor:
-        """As many past images as the task has, drawn with replacement."""
+        """Draw `count` past images with replacement; return rows of (task, image)."""
         if not len(self.buffer):
             return super().replay(count, generator)
-        drawn = torch.randint(len(self.buffer), (count,), generator=generator)
-        return self.buffer.frozen.cpu()[drawn, :2]
+        rows = torch.randint(len(self.buffer), (count,), generator=generator)
+        return self.buffer.frozen.cpu()[rows, :2]

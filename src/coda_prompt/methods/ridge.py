@@ -1,7 +1,7 @@
-"""A classifier in closed form: ridge regression on random features, from running sums.
+"""RanPAC's classifier: ridge regression on random features, solved from running sums.
 
-After RanPAC (McDonnell et al. 2023): h = ReLU(f W), G += h^T h, C += h^T onehot(y),
-scores = h (G + lambda I)^-1 C. Sums do not care in which order classes come.
+McDonnell et al., NeurIPS 2023, https://arxiv.org/abs/2307.02251: h = ReLU(f W), G += h^T h,
+C += h^T onehot(y), scores = h (G + lambda I)^-1 C. The sums do not depend on the order of classes.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from coda_prompt.seeding import keyed_generator, keyed_seed
 
 log = logging.getLogger(__name__)
 
-RIDGES = tuple(10.0**power for power in range(-4, 9))
-MOST_FOR_RIDGE = 4000
-"""Images the ridge parameter is chosen on at the most: its cost is cubic in them."""
-FEWEST_FOR_RIDGE = 10
-UNCHOSEN = 1e-5
-"""The ridge in shares of the Gram matrix's trace while all tasks had one class: good on pocket."""
-MOST_FEATURES = 20_000
-PART = 4096
-"""Images that are projected at once."""
-MOST_OF_A_ROW = 0.5
-"""Share of a row of a task's Gram matrix that may come from one image."""
-RESOLVED = 1e-6
-"""Below this share the rounding of a float32 Gram matrix outweighs the ridge."""
+RIDGE_CANDIDATES = tuple(10.0**power for power in range(-4, 9))
+MAX_SELECTION_IMAGES = 4000
+"""Maximum number of images for selecting the ridge parameter; the cost is cubic in it."""
+MIN_SELECTION_IMAGES = 10
+DEFAULT_RIDGE = 1e-5
+"""Ridge as a fraction of the Gram matrix's trace until it can be selected; works well on pocket."""
+MAX_WIDTH = 20_000
+CHUNK_SIZE = 4096
+"""Images projected at once."""
+MAX_IMAGE_SHARE = 0.5
+"""Maximum share of a row of a task's Gram matrix that may come from one image."""
+MIN_RIDGE = 1e-6
+"""Fraction of the trace below which float32 rounding of the Gram matrix outweighs the ridge."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class RidgeConfig(MethodConfig):
-    """Options of methods with this classifier."""
+    """Options of methods with RanPAC's classifier."""
 
-    width: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
-    """Random features; None: 16 per feature of the backbone, at most 10,000."""
+    width: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
+    """Number of random features. Default: 16 per backbone feature, at most 10,000."""
     ridge: float | None = Field(default=None, gt=0)
-    """Ridge parameter; None: chosen on a held-out fifth of the images of all tasks so far."""
+    """Ridge parameter. Default: selected on a validation fifth of every task so far."""
     blend: bool = False
-    """Keep no image's features in the sums, however few images a task has. `coda learn` does."""
+    """Use class means in the Gram matrix where one image dominates a random feature, so that it
+    contains no single image's features, even in small tasks. Enabled by `coda learn`."""
     balance: bool = False
-    """Every class counts alike, however many images it has. `coda learn` does."""
+    """Weight all classes equally, regardless of their number of images. Enabled by `coda learn`."""
 
 
 class RidgeClassifier(Method):
-    """A method, named before its family among the bases, that classifies by `statistics`."""
+    """Mixin that classifies with `statistics`; list it before the method family in the bases."""
 
     fits = True
-    temperature = 0.1  # of scores between 0 and 1: fitted values on pocket are around it
+    temperature = 0.1  # scores are between 0 and 1; typical of the values fitted on pocket
     config: RidgeConfig
 
     def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
@@ -82,7 +83,7 @@ class RidgeClassifier(Method):
 
 
 class RandomRidge(nn.Module):
-    """The statistics of all classes seen, and the map they give."""
+    """Running sums over all classes seen, and the ridge regression solved from them."""
 
     seed: Tensor
     gram: Tensor
@@ -102,12 +103,12 @@ class RandomRidge(nn.Module):
         self.width, self.projected, self.fixed_ridge = width, projected, ridge
         self.blend, self.balance = blend, balance
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
-        # A symmetric matrix, the rows of its upper triangle one after another.
+        # Upper triangle of the symmetric Gram matrix, row by row.
         self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
         self.sums, self.weight = Bank(groups=projected), Bank(groups=projected)
         self.counts = Bank(dtype=torch.int64)
         self.register_buffer("ridge", torch.tensor(ridge or 0.0))
-        self.register_buffer("errors", torch.zeros(len(RIDGES)))
+        self.register_buffer("errors", torch.zeros(len(RIDGE_CANDIDATES)))
         self._projection: tuple[int, Tensor] | None = None
 
     @property
@@ -115,7 +116,7 @@ class RandomRidge(nn.Module):
         return len(self.sums)
 
     def grow(self, classes: int, seed: int) -> None:
-        """Add zeros up to this number of classes; the first seed counts."""
+        """Add zero columns up to `classes` classes. Only the first call sets the seed."""
         if not self.classes:
             self.seed = self.seed.new_tensor(seed)
         new = classes - self.classes
@@ -124,27 +125,29 @@ class RandomRidge(nn.Module):
         self.counts.append(torch.zeros(new))
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
-        """Add these images to the sums and solve again."""
-        if self.fixed_ridge is None and _can_choose(labels):
-            self.errors = self.errors + self._held_out_errors(features, labels, task)
-            self.ridge = self.ridge.new_tensor(RIDGES[int(self.errors.argmin())])
+        """Add the images of a task to the sums and solve the regression again."""
+        if self.fixed_ridge is None and _can_select_ridge(labels):
+            self.errors = self.errors + self._validation_errors(features, labels, task)
+            self.ridge = self.ridge.new_tensor(RIDGE_CANDIDATES[int(self.errors.argmin())])
         gram, sums = self._unpacked(), self.sums.frozen
         counts = torch.bincount(labels, minlength=self.classes)
         if self.blend:
-            added, mixed = self._added(features, labels)
-            means = (added / counts.clamp(min=1)).T
-        for part, part_labels in zip(features.split(PART), labels.split(PART), strict=True):
-            hidden = self.hidden(part)
-            sums = sums.index_add(1, part_labels, hidden.T)
+            task_sums, is_shared = self._added(features, labels)
+            means = (task_sums / counts.clamp(min=1)).T
+        for chunk, chunk_labels in zip(
+            features.split(CHUNK_SIZE), labels.split(CHUNK_SIZE), strict=True
+        ):
+            hidden = self.hidden(chunk)
+            sums = sums.index_add(1, chunk_labels, hidden.T)
             if self.blend:
-                hidden = torch.where(mixed, hidden, means[part_labels])
+                hidden = torch.where(is_shared, hidden, means[chunk_labels])
             gram = gram + hidden.T @ hidden
-        self.gram = torch.cat([row[place:] for place, row in enumerate(gram)])
+        self.gram = torch.cat([row[index:] for index, row in enumerate(gram)])
         self.sums.frozen = sums
         self.counts.frozen = self.counts.frozen + counts
-        # On the CPU in float64, which not every accelerator has.
+        # On the CPU, because not every accelerator supports float64.
         damped, targets = gram.to("cpu", torch.float64, copy=True), sums.cpu().double()
-        ridge = self._used_ridge(float(damped.trace()))
+        ridge = self._effective_ridge(float(damped.trace()))
         if self.balance:
             damped, targets, ridge = self._balanced(damped, targets, ridge)
         damped.diagonal().add_(ridge)
@@ -152,54 +155,63 @@ class RandomRidge(nn.Module):
         self.weight.frozen = solved.to(self.weight.frozen).contiguous()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Scores, B x classes."""
+        """Compute the scores, B x classes."""
         hidden = self.hidden(features)
         with full_precision(features.device):
             return hidden @ self.weight.frozen
 
     def hidden(self, features: Tensor) -> Tensor:
-        """h = ReLU(f W), n x projected."""
+        """Compute h = ReLU(f W), n x projected."""
         with full_precision(features.device):
             features = features.to(self.weight.frozen.dtype)
             return F.relu(features @ self.projection(features))
 
     def projection(self, like: Tensor) -> Tensor:
-        """W, made again from its seed instead of being stored: NumPy froze this generator."""
-        held = self._projection
-        if held is not None and torch.compiler.is_exporting():
-            return held[1]  # a graph cannot look at the seed's value
+        """Return W, drawn from its seed instead of stored; NumPy's RandomState never changes."""
+        cached = self._projection
+        if cached is not None and torch.compiler.is_exporting():
+            return cached[1]  # an exported graph cannot read the value of the seed
         seed = int(self.seed)
-        if held is None or held[0] != seed or held[1].device != like.device:
+        if cached is None or cached[0] != seed or cached[1].device != like.device:
             shape = (self.width, self.projected)
-            drawn = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
-            held = self._projection = (seed, torch.from_numpy(drawn).to(like.device))
-        return held[1].to(like.dtype)
+            values = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+            cached = self._projection = (seed, torch.from_numpy(values).to(like.device))
+        return cached[1].to(like.dtype)
 
     def _added(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of these images, and which random features answer to several of them.
+        """Compute the class sums of a task, and the random features no single image dominates.
 
-        In the Gram matrix the row of a feature that answers to one image would be that image's
-        vector h, scaled: an embedding of a single image in the file of a model. Blended, such a
-        feature counts there with its mean over the class instead.
+        If only one image activates a random feature, its row of the Gram matrix is that image's
+        vector h, scaled, so the model file would contain an embedding of a single image. With
+        `blend`, the class mean of a dominated feature enters the Gram matrix instead.
+
+        Returns:
+            The sums, projected x classes, and a mask over the random features.
         """
-        total = most = self.gram.new_zeros(self.projected)
-        added = torch.zeros_like(self.sums.frozen)
-        _, copies, times = features.unique(dim=0, return_inverse=True, return_counts=True)
-        for part, part_labels, same in zip(
-            features.split(PART), labels.split(PART), times[copies].split(PART), strict=True
+        total = largest = self.gram.new_zeros(self.projected)
+        sums = torch.zeros_like(self.sums.frozen)
+        _, inverse, counts = features.unique(dim=0, return_inverse=True, return_counts=True)
+        copies = counts[inverse]
+        for chunk, chunk_labels, chunk_copies in zip(
+            features.split(CHUNK_SIZE),
+            labels.split(CHUNK_SIZE),
+            copies.split(CHUNK_SIZE),
+            strict=True,
         ):
-            hidden = self.hidden(part)
-            added = added.index_add(1, part_labels, hidden.T)
+            hidden = self.hidden(chunk)
+            sums = sums.index_add(1, chunk_labels, hidden.T)
             weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
-            own = weight * same[:, None]  # copies are one image
-            total, most = total + weight.sum(dim=0), most.maximum(own.amax(dim=0))
-        return added, most <= MOST_OF_A_ROW * total
+            image_weight = weight * chunk_copies[:, None]  # copies count as one image
+            total = total + weight.sum(dim=0)
+            largest = largest.maximum(image_weight.amax(dim=0))
+        return sums, largest <= MAX_IMAGE_SHARE * total
 
     def _balanced(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, Tensor, float]:
-        """As if every class had as many images as they have on average, up to that factor.
+        """Reweight the sums as if all classes had the same number of images.
 
-        Of a class with few images the mean is known, and how images scatter around a mean is taken
-        from all classes together. Where all have as many, nothing changes.
+        Each class contributes its own mean; the scatter around the means is pooled over classes.
+        All results are divided by the average class size, which does not change the solution. With
+        classes of equal size the solution is the same as without balancing.
         """
         counts = self.counts.frozen.cpu().double()
         average = float(counts[counts > 0].mean())
@@ -207,47 +219,51 @@ class RandomRidge(nn.Module):
         scatter = gram - (means * counts) @ means.T
         return scatter / average + means @ means.T, means, ridge / average
 
-    def _used_ridge(self, trace: float) -> float:
-        """The one given or chosen; before there was anything to choose it on, in scale."""
-        ridge = float(self.ridge) or UNCHOSEN * trace
-        least = RESOLVED * trace
-        if ridge < least and self.fixed_ridge is not None:
-            log.warning("ridge %g is raised to %g, the least that float32 resolves", ridge, least)
-            self.ridge = self.ridge.new_tensor(least)
-        return max(ridge, least)
+    def _effective_ridge(self, trace: float) -> float:
+        """Return the configured or selected ridge, or a default in proportion to the trace."""
+        ridge = float(self.ridge) or DEFAULT_RIDGE * trace
+        minimum = MIN_RIDGE * trace
+        if ridge < minimum and self.fixed_ridge is not None:
+            log.warning("ridge %g is too small for float32 and is raised to %g", ridge, minimum)
+            self.ridge = self.ridge.new_tensor(minimum)
+        return max(ridge, minimum)
 
     def _unpacked(self) -> Tensor:
+        """Return the full Gram matrix, projected x projected."""
         gram = self.gram.new_zeros(self.projected, self.projected)
         start = 0
-        for place in range(self.projected):
-            count = self.projected - place
-            gram[place, place:] = self.gram[start : start + count]
+        for row in range(self.projected):
+            count = self.projected - row
+            gram[row, row:] = self.gram[start : start + count]
             start += count
         return gram + gram.triu(1).T
 
-    def _held_out_errors(self, features: Tensor, labels: Tensor, task: int) -> Tensor:
-        """Of each candidate: squared errors on a random fifth, learned from the others, summed.
+    def _validation_errors(self, features: Tensor, labels: Tensor, task: int) -> Tensor:
+        """Compute the squared validation error of each ridge candidate on a fifth of the task.
 
-        Summed over tasks as well, they let a task of few images change little. In the dual form
-        one eigendecomposition, n x n, serves all candidates.
+        Errors are summed over images and tasks, so a small task has little influence. In the dual
+        form one n x n eigendecomposition serves all candidates.
         """
         generator = keyed_generator(int(self.seed), task, "held out")
-        chosen = torch.randperm(len(labels), generator=generator)[:MOST_FOR_RIDGE]
-        chosen = chosen.to(features.device)
-        hidden = self.hidden(features[chosen]).cpu().double()
-        targets = F.one_hot(labels[chosen]).cpu().double()
-        held = len(chosen) // 5
+        selected = torch.randperm(len(labels), generator=generator)[:MAX_SELECTION_IMAGES]
+        selected = selected.to(features.device)
+        hidden = self.hidden(features[selected]).cpu().double()
+        targets = F.one_hot(labels[selected]).cpu().double()
+        split = len(selected) // 5  # validation images first, then training images
         kernel = hidden @ hidden.T
-        values, vectors = torch.linalg.eigh(kernel[held:, held:])
-        left = kernel[:held, held:] @ vectors
-        right = vectors.T @ targets[held:]
+        values, vectors = torch.linalg.eigh(kernel[split:, split:])
+        left = kernel[:split, split:] @ vectors
+        right = vectors.T @ targets[split:]
         errors = [
-            float(((left / (values + ridge)) @ right - targets[:held]).square().sum())
-            for ridge in RIDGES
+            float(((left / (values + ridge)) @ right - targets[:split]).square().sum())
+            for ridge in RIDGE_CANDIDATES
         ]
         return self.errors.new_tensor(errors)
 
 
-def _can_choose(labels: Tensor) -> bool:
-    """One class is fitted best by no ridge at all, which says nothing about several."""
-    return len(labels) >= FEWEST_FOR_RIDGE and bool((labels != labels[0]).any())
+def _can_select_ridge(labels: Tensor) -> bool:
+    """Whether a task has enough images, and several classes.
+
+    A single class is always fitted best with the smallest ridge, which says nothing about several.
+    """
+    return len(labels) >= MIN_SELECTION_IMAGES and bool((labels != labels[0]).any())

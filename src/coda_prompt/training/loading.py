@@ -1,4 +1,4 @@
-"""From samples to batches of tensors, the same for any number of workers and processes."""
+"""Data loading: samples to batches of tensors, identical for any number of workers and ranks."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from coda_prompt.seeding import keyed_generator
 
 @dataclass(frozen=True)
 class Views:
-    """How an image becomes a tensor, in training and in testing."""
+    """How images are converted to tensors in training and in evaluation."""
 
     preprocessing: Preprocessing
     augmentation: Augmentation | None = field(default_factory=Augmentation)
-    """None: training sees what testing sees."""
+    """Augmentation of training images. None: training uses the evaluation view."""
     resize: Literal["crop", "squash"] = "crop"
-    """Testing: centre crop of the resized image, or the whole image made square."""
+    """Evaluation: centre crop of the resized image, or the whole image squashed to a square."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Keys the augmentation: the same image in the same epoch is seen the same way."""
+    """Seeds the augmentation: an image always gets the same view in the same epoch."""
 
     seed: int
     task: int
     epoch: int
     views: int | None = None
-    """Augmented views of an image in all; None: a new one in every epoch."""
+    """Number of augmented views per image. None: a new view every epoch."""
 
     @property
     def view(self) -> int:
@@ -50,30 +50,32 @@ class Epoch:
 
 
 TEST_VIEW, PLAIN_VIEW = -1, -2
-"""The view of tests, and the same in training that does not augment."""
+"""View numbers of evaluation images and of un-augmented training images."""
 
 
 class Batch(NamedTuple):
+    """A batch of images with labels, positions and view number."""
+
     images: Tensor
     """B x C x H x W."""
     labels: Tensor
     positions: Tensor
-    """Where each image stands among the samples."""
+    """Index of each image in the samples."""
     view: int | None
-    """Which view of its image each is: `TEST_VIEW`, `PLAIN_VIEW`, the number of a training view
-    that comes again, or None for one that does not."""
+    """View of all images: `TEST_VIEW`, `PLAIN_VIEW`, the number of a recurring training view, or
+    None for a view that does not recur."""
 
     def part(self, rows: slice) -> Batch:
         return Batch(self.images[rows], self.labels[rows], self.positions[rows], self.view)
 
 
-class _Failed(NamedTuple):
-    """What a loader process sends where an image cannot be read: errors do not travel whole."""
+class _ReadError(NamedTuple):
+    """Sent by a worker for an unreadable image: its exception cannot be re-raised intact."""
 
     message: str
 
 
-class _Views(Dataset[Any]):
+class _ViewDataset(Dataset[Any]):
     def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
         self.samples, self.views, self.epoch = samples, views, epoch
         self.augmented = epoch is not None and views.augmentation is not None
@@ -92,14 +94,14 @@ class _Views(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, position: int) -> tuple[Tensor, int, int] | _Failed:
+    def __getitem__(self, position: int) -> tuple[Tensor, int, int] | _ReadError:
         views, epoch = self.views, self.epoch
         try:
             image = self.samples.image(position, self.min_side)
         except CodaError as error:
             if get_worker_info() is None:
                 raise
-            return _Failed(str(error))
+            return _ReadError(str(error))
         if epoch is None or views.augmentation is None:
             view = eval_view(image, views.preprocessing, views.resize)
         else:
@@ -107,14 +109,15 @@ class _Views(Dataset[Any]):
             view = training_view(image, views.preprocessing, views.augmentation, random)
         return view, int(self.samples.labels[position]), position
 
-    def collate(self, items: Sequence[tuple[Tensor, int, int] | _Failed]) -> Batch | _Failed:
-        if failed := [item for item in items if isinstance(item, _Failed)]:
-            return failed[0]
-        if not items:  # this process has no share of a small batch
-            pixels = self.views.preprocessing
-            empty = torch.zeros(0, dtype=torch.int64)
-            none = torch.zeros(0, pixels.channels, pixels.size, pixels.size)
-            return Batch(none, empty, empty, self.view)
+    def collate(self, items: Sequence[tuple[Tensor, int, int] | _ReadError]) -> Batch | _ReadError:
+        if errors := [item for item in items if isinstance(item, _ReadError)]:
+            return errors[0]
+        if not items:  # a batch smaller than the number of processes
+            preprocessing = self.views.preprocessing
+            size = preprocessing.size
+            no_images = torch.zeros(0, preprocessing.channels, size, size)
+            no_labels = torch.zeros(0, dtype=torch.int64)
+            return Batch(no_images, no_labels, no_labels, self.view)
         images, labels, positions = zip(*items, strict=True)
         return Batch(torch.stack(images), torch.tensor(labels), torch.tensor(positions), self.view)
 
@@ -127,9 +130,21 @@ def batches(
     epoch: Epoch | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """One batch for each list of positions in `order`; augmented where an epoch is given."""
-    dataset = _Views(samples, views, epoch)
-    loader: DataLoader[Batch | _Failed] = DataLoader(
+    """Yield one batch for each list of positions in `order`.
+
+    Args:
+        samples: The images and labels.
+        views: How images are converted to tensors.
+        order: Positions of the images of each batch.
+        epoch: Seeds the augmentation; None for evaluation views.
+        workers: Number of processes that decode images; 0 decodes in this process.
+
+    Raises:
+        CodaError: An image cannot be read.
+        ProcessDied: A worker died.
+    """
+    dataset = _ViewDataset(samples, views, epoch)
+    loader: DataLoader[Batch | _ReadError] = DataLoader(
         dataset,
         batch_sampler=order,
         collate_fn=dataset.collate,
@@ -139,7 +154,7 @@ def batches(
     )
     try:
         for batch in loader:
-            if isinstance(batch, _Failed):
+            if isinstance(batch, _ReadError):
                 raise CodaError(batch.message)
             yield batch
     except RuntimeError as error:

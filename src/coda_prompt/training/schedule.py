@@ -11,14 +11,19 @@ Schedule = Literal["cosine", "lagging-cosine"]
 def learning_rate(
     schedule: str, start: float, epoch: float, epochs: int, final_factor: float = 0.0
 ) -> float:
-    """The learning rate of `epoch` (from 0) out of `epochs`.
+    """Compute the learning rate of an epoch.
 
     - `cosine`: the formula of the CODA-Prompt paper, start * cos(99 pi e / (200 (E - 1)));
-    - `lagging-cosine`: the released scheduler, one epoch late: epochs 0 and 1 at the start rate;
+    - `lagging-cosine`: as in the released code, one epoch later: epochs 0 and 1 use `start`;
     - `annealing`: half a cosine wave from `start` to `start * final_factor` over E epochs;
     - `constant`.
 
-    A fraction of an epoch gives the rate within it, for schedules per iteration.
+    Args:
+        schedule: One of the above.
+        start: Initial learning rate.
+        epoch: Epoch e, from 0; fractional for schedules per iteration.
+        epochs: Number of epochs E.
+        final_factor: Final learning rate of `annealing`, as a fraction of `start`.
     """
     if schedule == "annealing":
         share = (1 + math.cos(math.pi * epoch / epochs)) / 2

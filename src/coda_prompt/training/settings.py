@@ -1,4 +1,4 @@
-"""What a training is told, and what it tells."""
+"""Training settings, events and results."""
 
 from __future__ import annotations
 
@@ -21,39 +21,47 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Training:
-    """How a task is trained. The defaults are the paper's."""
+    """Training settings of a task. The defaults are those of the CODA-Prompt paper."""
 
     epochs: int = Field(default=20, ge=1)
+    """Number of epochs per task."""
     batch_size: int = Field(default=128, ge=1)
-    """Images a step, over all processes."""
+    """Images per optimizer step, over all processes."""
     micro_batch: int | None = Field(default=None, ge=1)
-    """Images a process holds at once; smaller ones accumulate to the same step."""
+    """Images per forward pass of a process; smaller values accumulate gradients to the same step.
+    Default: its share of the batch."""
     learning_rate: float | None = Field(default=None, gt=0, le=1000)
-    """None: what the paper trains the method's family with."""
+    """Initial learning rate. Default: the paper's value for the method."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of the optimizer."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """Coefficients of the running averages of Adam and AdamW."""
     schedule: Schedule = "cosine"
+    """Learning rate schedule: `cosine` as in the paper, or `lagging-cosine`, one epoch later, as in
+    the released code."""
     queries: QueryMode = "exact"
-    """Of each image as it is seen, or of the un-augmented image, computed once."""
+    """`exact`: query of each augmented image. `cached`: query of the un-augmented image, computed
+    once per task."""
     views: int | None = Field(default=None, ge=1)
-    """Augmented views of an image; their exact queries are remembered. None: new ones for ever."""
+    """Number of augmented views per image; their queries are cached. Default: a new view every
+    epoch."""
     query_memory: int = Field(default=1024, ge=0)
-    """Megabytes of remembered queries; more lie in temporary files."""
+    """Megabytes of queries to cache in memory; the rest goes to temporary files."""
     recompute: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a
+    """Recompute activations in the backward pass (gradient checkpointing): less memory, about a
     third more time."""
     seed: int = Field(default=0, ge=0)
-    """The trial's: class order, splits, initial values, shuffling and augmentation follow."""
+    """Random seed of the trial: class order, splits, initialisation, shuffling and augmentation."""
     workers: int = Field(default=0, ge=0, le=256)
-    """Processes that decode images, for each training process."""
+    """Number of processes that decode images, per training process."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What the engine tells of its progress. Counts start at 0."""
+    """Progress event of the engine. Task, epoch and step numbers start at 0."""
 
     kind: Literal["task", "step", "epoch", "pass", "evaluation"]
-    """`pass`: a batch that is looked at without training."""
+    """`pass`: progress of a pass over the data without training."""
     task: int
     tasks: int
     epoch: int = 0
@@ -63,20 +71,21 @@ class Event:
     loss: float = math.nan
     learning_rate: float = math.nan
     accuracies: tuple[float, ...] = ()
-    """After an evaluation: of each task learned so far."""
+    """Accuracy on each task learned so far; only for `evaluation`."""
 
 
 @dataclass
 class Result:
-    """What a stream's run measured; every metric follows from the matrices."""
+    """Results of a run over a stream; all metrics are computed from the matrices."""
 
     matrix: Matrix
-    """R[t, j]: accuracy on task j after task t over all classes seen by then; NaN elsewhere."""
+    """R[t, j]: accuracy on task j after task t over all classes seen then; NaN if not measured."""
     own_classes: Matrix
-    """The same among the classes of task j only."""
+    """As `matrix`, with predictions restricted to the classes of task j."""
     test_images: list[int]
+    """Number of test images of each task."""
     losses: list[list[float]] = field(default_factory=list)
-    """Per task, the mean loss of each epoch."""
+    """Mean loss of each epoch, per task."""
 
     @classmethod
     def empty(cls, test_images: list[int]) -> Result:

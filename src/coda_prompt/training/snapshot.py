@@ -1,4 +1,4 @@
-"""A method as it stands, to be put back whatever happens to it."""
+"""Snapshots of a method in memory, to undo a failed task."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Snapshot:
-    """All a method holds but its frozen backbone: attributes, tensors and what trains.
+    """Attributes, tensor values and `requires_grad` flags of a method, except a frozen backbone.
 
-    Unlike the learned state it can be taken and restored in the middle of anything, so that a task
-    which fails half-way, wherever that is, leaves no trace.
+    Unlike the learned state, a snapshot can be taken and restored at any time, also within a task,
+    so a task that fails leaves the method unchanged.
     """
 
     def __init__(self, method: Method) -> None:
         backbone = set(method.backbone.modules()) if method.frozen_backbone else set()
         self._attributes = [
-            (module, _copied(module.__dict__))
+            (module, _copy(module.__dict__))
             for module in method.modules()
             if module not in backbone
         ]
@@ -30,20 +30,21 @@ class Snapshot:
         for _, attributes in self._attributes:
             for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
                 if tensor is not None:
-                    kept = (tensor, tensor.detach().clone(), tensor.requires_grad)
-                    self._values.append(kept)
+                    value = tensor.detach().clone()
+                    self._values.append((tensor, value, tensor.requires_grad))
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Reset the method to its state when the snapshot was taken."""
         for module, attributes in self._attributes:
             module.__dict__.clear()
-            module.__dict__.update(_copied(attributes))
-        for tensor, value, trains in self._values:
+            module.__dict__.update(_copy(attributes))
+        for tensor, value, requires_grad in self._values:
             tensor.copy_(value)
             tensor.grad = None
-            tensor.requires_grad_(trains)
+            tensor.requires_grad_(requires_grad)
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy that later additions and removals do not reach."""
+def _copy(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copy the attributes and the tables of parameters, buffers and modules, not the tensors."""
     return {name: dict(value) if name in _TABLES else value for name, value in attributes.items()}
