@@ -1,7 +1,7 @@
-"""The engine trains and evaluates any method: the only backward pass and the only optimizers.
+"""The engine: trains and evaluates any method; the only backward pass and optimizers.
 
-Fabric provides devices, precision and several processes. A batch is global: each process takes its
-share, and the parts of the loss are reduced so that the step equals that of one process.
+Fabric provides devices, precision and several processes. Batches are global: each process trains on
+its share, and losses and gradients are reduced so that a step equals that of a single process.
 """
 
 from __future__ import annotations
@@ -46,28 +46,29 @@ PRECISIONS = get_args(Precision)
 
 @dataclass(frozen=True)
 class _TaskRun:
-    """A task that is being learned."""
+    """The task being learned."""
 
     method: Method
     train: Samples
     past: Sequence[Task]
     index: int
     tasks: int
-    """Tasks of the stream, for progress."""
+    """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
 
 
 @dataclass(frozen=True)
 class _EpochData:
-    """The batches of an epoch that are left to train on."""
+    """The remaining batches of an epoch."""
 
     samples: Samples | None
     """None for features and generated samples."""
     count: int
+    """Number of samples of the whole epoch."""
     order: list[list[int]]
-    """Positions of every batch, over all processes."""
+    """Positions of every batch of the epoch, over all processes."""
     batches: Iterator[Batch]
-    """This process's share of each batch that is left."""
+    """This process's share of each remaining batch."""
 
 
 class Engine:
@@ -134,8 +135,8 @@ class Engine:
         if method.classes_seen:
             raise BadOption("run", "method", f"{method.name} has learned before; make a new one")
         result = result or Result.empty([len(task.test) for task in stream.tasks])
-        together = method.trains_on == "all"
-        tasks = [_joined(stream.tasks)] if together else stream.tasks
+        joint = method.trains_on == "all"
+        tasks = [_join_tasks(stream.tasks)] if joint else stream.tasks
         done = 0
         if checkpointer is not None and checkpointer.latest is not None:
             done = checkpointer.latest.task
@@ -153,7 +154,7 @@ class Engine:
             )
             result.losses.append(losses)
             last = len(stream.tasks) - 1
-            after = last if together else task.index
+            after = last if joint else task.index
             if not (after + 1) % measure_every or after == last:
                 self._measure(method, stream, after, result)
             if checkpointer is not None:
@@ -161,6 +162,7 @@ class Engine:
         return result
 
     def _measure(self, method: Method, stream: Stream, after: int, result: Result) -> None:
+        """Evaluate all tasks up to `after` and write a row of the result."""
         for task in stream.tasks[: after + 1]:
             accuracies = self.evaluate(method, task.test, task.classes)
             result.matrix[after, task.index], result.own_classes[after, task.index] = accuracies
@@ -199,14 +201,14 @@ class Engine:
         index = len(method.task_sizes)
         classes = tuple(sorted(task.classes))
         labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
-        if other := sorted(set(labels.tolist()) - set(classes)):
-            raise InvalidLabels(index, f"images of rows {other} are not of its classes {classes}")
+        if invalid := sorted(set(labels.tolist()) - set(classes)):
+            raise InvalidLabels(index, f"images of rows {invalid} are not of its classes {classes}")
         run = _TaskRun(method, task.train, past, index, tasks or index + 1, checkpointer)
         before = Snapshot(method)
         try:
             if checkpointer is None or checkpointer.position is None:
                 self.on_event(Event("task", index, run.tasks))
-            self._stop_if_asked()
+            self._check_stop()
             means = None
             if method.wants_class_means(classes):
                 means = self._class_means(method, task.train, classes)
@@ -227,7 +229,7 @@ class Engine:
         return losses
 
     def _all_batches(self, run: _TaskRun) -> Iterator[TrainingBatch]:
-        """All images of the task in order, in every process."""
+        """Yield all images of the task in order, in every process."""
         training = self.training
         size = training.micro_batch or training.batch_size
         positions = range(len(run.train))
@@ -235,9 +237,9 @@ class Engine:
         augmented = run.method.prepares_on == "augmented"
         epoch = Epoch(training.seed, run.index, 0, training.views) if augmented else None
         for batch in batches(run.train, self.views, order, epoch=epoch, workers=training.workers):
-            self._stop_if_asked()
+            self._check_stop()
             with self.fabric.autocast():
-                yield self._seen(run.method, self._on_device(batch), run.train, "prepare")
+                yield self._training_batch(run.method, self._on_device(batch), run.train, "prepare")
 
     # -- stages
 
@@ -334,7 +336,7 @@ class Engine:
     def _epoch_data(
         self, run: _TaskRun, stage: Stage, epoch: int, done: int, table: Tensor | None
     ) -> _EpochData:
-        """The batches of an epoch after `done` steps; `epoch` counts over all stages."""
+        """Return the batches of an epoch after `done` steps; `epoch` counts over all stages."""
         training, world = self.training, self.fabric.world_size
         seed = training.seed
         samples: Samples | None = None
@@ -357,24 +359,26 @@ class Engine:
         if samples is None:
             assert table is not None
             rows, targets = table.cpu(), labels.cpu()
-            tensors = (Batch(rows[own], targets[own], torch.tensor(own), None) for own in shares)
-            return _EpochData(None, count, order, tensors)
+            feature_batches = (
+                Batch(rows[share], targets[share], torch.tensor(share), None) for share in shares
+            )
+            return _EpochData(None, count, order, feature_batches)
         key = Epoch(seed, run.index, epoch, training.views) if stage.data == "augmented" else None
         loader = batches(samples, self.views, shares, epoch=key, workers=training.workers)
         return _EpochData(samples, count, order, loader)
 
     def _epoch_samples(self, run: _TaskRun, epoch: int) -> Samples:
-        """The images of the task, and those of past tasks that the method replays."""
+        """Return the images of the task and the past images that the method replays."""
         generator = keyed_generator(self.training.seed, run.index, epoch, "replay")
-        wanted = run.method.replay(len(run.train), generator).numpy()
-        if len(wanted) and wanted[:, 0].max() >= len(run.past):
+        replay_rows = run.method.replay(len(run.train), generator).numpy()
+        if len(replay_rows) and replay_rows[:, 0].max() >= len(run.past):
             problem = (
                 f"{run.method.name} replays images of past tasks; give all {run.index} of them"
             )
             raise BadOption("learn", "past", problem)
         replayed = [
-            run.past[number].train.subset(wanted[wanted[:, 0] == number, 1])
-            for number in sorted(set(wanted[:, 0].tolist()))
+            run.past[number].train.subset(replay_rows[replay_rows[:, 0] == number, 1])
+            for number in sorted(set(replay_rows[:, 0].tolist()))
         ]
         return Samples.concat([run.train, *replayed]) if replayed else run.train
 
@@ -393,14 +397,14 @@ class Engine:
         """Train on this process's share of a batch of `whole` images.
 
         Returns:
-            The loss; None, and no step is made, if it or a gradient is not finite.
+            The loss, or None, without an optimizer step, if it or a gradient is not finite.
         """
         optimizer.zero_grad()
         loss = self._backward(run.method, stage, module, self._on_device(batch), samples, whole)
         if not math.isfinite(loss):
             return None
-        gradients = [each.grad for each in run.method.trainable_parameters()]
-        # With 16-mixed the scaler causes overflows on purpose and skips those steps.
+        gradients = [parameter.grad for parameter in run.method.trainable_parameters()]
+        # The gradient scaler of 16-mixed provokes overflows and skips those steps itself.
         if self.precision != "16-mixed" and not all(
             bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None
         ):
@@ -432,10 +436,10 @@ class Engine:
         for start in starts:
             part = batch.part(slice(start, start + size))
             with self.fabric.autocast():
-                seen = self._seen(method, part, samples, stage.name)
+                inputs = self._training_batch(method, part, samples, stage.name)
             last = start == starts[-1]
             with self.fabric.no_backward_sync(module, enabled=not last):
-                loss: Loss = module(seen)
+                loss: Loss = module(inputs)
                 share = (loss.mean.sum() / whole + loss.total.sum()) * processes
                 if start == 0:
                     share = share + loss.penalty
@@ -443,10 +447,10 @@ class Engine:
             value += share.detach()
         return float(self._reduced(value, "mean"))
 
-    def _seen(
+    def _training_batch(
         self, method: Method, batch: Batch, samples: Samples | None, stage: str
     ) -> TrainingBatch:
-        """What the method's loss receives; a batch without samples has features for images."""
+        """Build the input of the method's loss; without samples, the batch contains features."""
         if samples is None:
             return TrainingBatch(None, batch.labels, None, batch.images, stage)
         images, queries = self.queries.see(method, batch, samples)
@@ -459,7 +463,7 @@ class Engine:
         if stopping:
             raise Interrupted
 
-    def _stop_if_asked(self) -> None:
+    def _check_stop(self) -> None:
         if self.should_stop():
             raise Interrupted
 
@@ -468,27 +472,32 @@ class Engine:
     def evaluate(
         self, method: Method, samples: Samples, classes: Iterable[int]
     ) -> tuple[float, float]:
-        """Accuracy over all classes seen, and among `classes` only. NaN without images."""
+        """Compute the accuracy over all classes seen, and among `classes` only.
+
+        Returns:
+            Both accuracies; NaN without images.
+        """
         rows = sorted(classes)
         unknown = [row for row in rows if row >= method.classes_seen]
         if unknown:
             raise NotLearned(unknown, [], method.name)
         self._place(method)
         method.eval()
-        right = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
-        own = torch.tensor(rows, device=self.fabric.device)
+        correct = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
+        task_rows = torch.tensor(rows, device=self.fabric.device)
         for batch in self._pass_over(samples):
             with torch.inference_mode(), self.fabric.autocast():
                 logits = method.logits(*self.queries.see(method, batch, samples))
-                right[0] += (logits.argmax(dim=1) == batch.labels).sum()
-                right[1] += (own[logits[:, own].argmax(dim=1)] == batch.labels).sum()
-        over_all, among_own = self._reduced(right, "sum").tolist()
+                correct[0] += (logits.argmax(dim=1) == batch.labels).sum()
+                restricted = task_rows[logits[:, task_rows].argmax(dim=1)]
+                correct[1] += (restricted == batch.labels).sum()
+        correct_overall, correct_restricted = self._reduced(correct, "sum").tolist()
         if not len(samples):
             return math.nan, math.nan
-        return over_all / len(samples), among_own / len(samples)
+        return correct_overall / len(samples), correct_restricted / len(samples)
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
-        """The logits of every sample in order, N x classes seen."""
+        """Compute the logits of all samples in order, N x classes seen."""
         self._place(method)
         method.eval()
 
@@ -514,7 +523,7 @@ class Engine:
     def _features_and_queries(
         self, method: Method, samples: Samples
     ) -> tuple[Tensor, Tensor | None]:
-        """Features of all samples, and their queries if the method needs them."""
+        """Compute the features of all samples, and their queries if the method needs them."""
         if method.closed_form or not method.needs_queries:
             features = self._feature_table(method, samples)
             return features, features if method.closed_form else None
@@ -533,7 +542,7 @@ class Engine:
     @torch.inference_mode(False)  # a table made in evaluation may be used in training
     @torch.no_grad()
     def _table(self, samples: Samples, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """One row for each sample, in order, un-augmented, in every process."""
+        """Compute one row per un-augmented sample, in order; every process gets all rows."""
         parts, positions, done = [], [], 0
         for batch in self._pass_over(samples):
             with self.fabric.autocast():
@@ -541,15 +550,16 @@ class Engine:
             positions.append(batch.positions)
             done += len(batch.positions) * self.fabric.world_size
             self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
-        own = torch.cat(parts)
-        table = own.new_zeros(len(samples), own.shape[1])
-        table[torch.cat(positions)] = own
+        rows = torch.cat(parts)  # of this process
+        table = rows.new_zeros(len(samples), rows.shape[1])
+        table[torch.cat(positions)] = rows
         return self._reduced(table, "sum")
 
     def _pass_over(self, samples: Samples) -> Iterator[Batch]:
-        """This process's share of all samples, un-augmented, in as many batches as others have.
+        """Yield this process's share of all samples, un-augmented.
 
-        A sharded backbone makes processes communicate in every batch: some may be empty.
+        All processes get the same number of batches, some of them empty: with a sharded backbone
+        they communicate in every batch.
         """
         share = range(self.fabric.global_rank, len(samples), self.fabric.world_size)
         size = self.training.micro_batch or self.training.batch_size
@@ -557,38 +567,40 @@ class Engine:
         order = [list(share[first : first + size]) for first in starts]
         loader = batches(samples, self.views, order, workers=self.training.workers)
         for batch in loader:
-            self._stop_if_asked()
+            self._check_stop()
             yield self._on_device(batch)
 
     def _largest_share(self, count: int) -> int:
-        """The largest share of any process; at least 1, so that there is one (empty) batch."""
+        """Return the largest share of any process; at least 1, so there is one (empty) batch."""
         return max(1, -(-count // self.fabric.world_size))
 
-    def _reduced(self, tensor: Tensor, how: str) -> Tensor:
-        """The sum or mean over processes."""
+    def _reduced(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return the sum or mean over processes."""
         if self.fabric.world_size == 1:
             return tensor
-        reduced = self.fabric.all_reduce(tensor, reduce_op=how)
+        reduced = self.fabric.all_reduce(tensor, reduce_op=operation)
         assert isinstance(reduced, Tensor)
         return reduced
 
-    def _in_any(self, here: bool) -> bool:
-        """Whether it is true in any process, if all have to make the same passes."""
+    def _in_any(self, condition: bool) -> bool:
+        """Whether the condition is true in any process that must run the same passes."""
         if not isinstance(self.fabric.strategy, Sharded):
-            return here
-        return any_rank(self.fabric, lambda: here)()
+            return condition
+        return any_rank(self.fabric, lambda: condition)()
 
     @property
     def _dtype(self) -> torch.dtype:
         return torch.float64 if self.precision == "64-true" else torch.float32
 
     def _place(self, method: Method) -> None:
-        config, pixels = method.vit_config, self.views.preprocessing
-        if (config.image_size, config.channels) != (pixels.size, pixels.channels):
+        """Move the method to the device, after checking that the preprocessing fits it."""
+        config, preprocessing = method.vit_config, self.views.preprocessing
+        size, channels = preprocessing.size, preprocessing.channels
+        if (config.image_size, config.channels) != (size, channels):
             raise BadOption(
                 "the views",
                 "pixels",
-                f"{pixels.size} px x {pixels.channels} channels do not fit the backbone, which "
+                f"{size} px x {channels} channels do not fit the backbone, which "
                 f"takes {config.image_size} px x {config.channels}",
             )
         method.to(self.fabric.device, self._dtype)
@@ -609,8 +621,8 @@ def _check_classes(stream: Stream) -> None:
             task_of[row] = task.index
 
 
-def _joined(tasks: Sequence[Task]) -> Task:
-    """All tasks as one task."""
+def _join_tasks(tasks: Sequence[Task]) -> Task:
+    """Join all tasks into one."""
     return Task(
         index=0,
         classes=tuple(row for task in tasks for row in task.classes),
