@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,20 @@ def test_an_uploaded_model_downloads_unchanged(hub: LoopbackHub) -> None:
     assert np.array_equal(fetched.predict(images), classifier.predict(images))
     mine, other = classifier._model().tensors, fetched._model().tensors
     assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_upload_leaves_out_the_local_path_of_a_backbone_file(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret-folder" / "pocket-vit.safetensors"
+    file.parent.mkdir()
+    with resources.as_file(resources.files("coda_prompt") / "assets" / file.name) as weights:
+        shutil.copy(weights, file)
+    classifier = taught(range(2), method="ncm", backbone=str(file))
+    assert classifier._model().description.backbone.path == str(file)
+    classifier.push_to_hub("me/sketches", endpoint=hub.address)
+    assert json.loads(hub.files["config.json"])["backbone"]["name"] == file.name
+    assert not [name for name, content in hub.files.items() if b"secret-folder" in content]
 
 
 def test_a_folder_is_loaded_without_the_hub(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
@@ -35,6 +36,12 @@ def upload_model(
     Raises:
         HubError: The hub refused it or cannot be reached.
     """
+    backbone = model.description.backbone
+    if backbone.path is not None:  # a folder of this machine is nobody else's business
+        name_only = {"path": None, "name": Path(backbone.path).name}
+        backbone = backbone.model_copy(update=name_only)
+    described = model.description.model_copy(update={"backbone": backbone})
+    model = dataclasses.replace(model, description=described)
     files = {
         MODEL: encode_model(model),
         CONFIG: config_text(model).encode(),
