@@ -371,13 +371,13 @@ def test_ctrl_c_checkpoints_the_step_and_says_how_to_resume(
         time.sleep(0.01)
     os.killpg(process.pid, kind)  # as a terminal and `timeout` do
     try:
-        _, told = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    assert process.returncode == 130, told
-    assert "run the same command again to resume" in told
-    assert "Traceback" not in told
+    assert process.returncode == 130, printed
+    assert "run the same command again to resume" in printed
+    assert "Traceback" not in printed
     assert list(tmp_path.rglob(f"{CHECKPOINTS}/checkpoint-*"))
     finished = coda("bench", *arguments)
     assert finished.returncode == 0, finished.stderr

@@ -82,8 +82,8 @@ def test_several_ranks_learn_what_one_learns(
     assert len(json.loads(finished.stdout)["rows"]) == rows, "one process speaks"
     assert "Warning" not in finished.stderr
     assert_same_training(tmp_path, alone, rows)
-    told = json.loads(next(tmp_path.rglob("environment.json")).read_text())
-    assert told["processes"] == (3 if "3" in more else 2)
+    report = json.loads(next(tmp_path.rglob("environment.json")).read_text())
+    assert report["processes"] == (3 if "3" in more else 2)
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
                 *("--precision", "64-true", "--json", *more),
             )  # fmt: skip
             assert finished.returncode == 0, finished.stderr
-            told = json.loads(finished.stdout)
-        assert told["held_out"] == 12
+            report = json.loads(finished.stdout)
+        assert report["held_out"] == 12
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():
         assert_close(two[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
@@ -157,19 +157,19 @@ def on_two_processes(folder: Path, strategy: str, *lines: str) -> str:
 
 
 def test_fsdp_shards_the_frozen_backbone(tmp_path: Path) -> None:
-    told = on_two_processes(
+    printed = on_two_processes(
         tmp_path, "fsdp",
         "whole = sum(p.numel() for p in method.backbone.blocks.parameters())",
         "engine._place(method)",
         "here = sum(p.to_local().numel() for p in method.backbone.blocks.parameters())",
         "print(here / whole)",
     )  # fmt: skip
-    assert 0.4 < float(told) < 0.6
+    assert 0.4 < float(printed) < 0.6
 
 
 def test_an_evaluation_counts_every_image_once(tmp_path: Path) -> None:
     """Fewer images than processes, as many, and a number that cannot be shared out evenly."""
-    told = on_two_processes(
+    printed = on_two_processes(
         tmp_path, "ddp",
         "method.begin_task(brief(method, new=2))",
         "see, seen = engine.queries.see, []",
@@ -182,7 +182,7 @@ def test_an_evaluation_counts_every_image_once(tmp_path: Path) -> None:
         "    print(*sum(shares, []))",
         "    seen.clear()",
     )  # fmt: skip
-    counted = [sorted(map(int, line.split())) for line in told.splitlines()]
+    counted = [sorted(map(int, line.split())) for line in printed.splitlines()]
     assert counted == [[0], [0, 1], list(range(7))]
 
 
@@ -209,14 +209,14 @@ def test_an_interrupted_training_on_two_ranks_resumes(
         else:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(children[0]), kind)
-        _, told = process.communicate(timeout=60)
-        assert "Traceback" not in told
+        _, printed = process.communicate(timeout=60)
+        assert "Traceback" not in printed
         if kind == signal.SIGINT:
-            assert process.returncode == 130, told
-            assert told.count("run the same command again to resume") == 1
+            assert process.returncode == 130, printed
+            assert printed.count("run the same command again to resume") == 1
         else:
-            assert process.returncode == 2, told
-            assert "run the same command again" in told
+            assert process.returncode == 2, printed
+            assert "run the same command again" in printed
     finished = run(*PLAIN, *bench(tiny, tmp_path, *LONGER))
     assert finished.returncode == 0, finished.stderr
     assert comparable(tmp_path) == comparable(longer)

@@ -703,7 +703,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_images() -> None:
 
 
 class Reads(MemorySplit):
-    """Images that are there in the first process, and in the others do what is told."""
+    """Images that rank 0 can read; other ranks behave as requested."""
 
     def __init__(self, deed: str) -> None:
         super().__init__(np.zeros((8, 16, 16), np.uint8), np.zeros(8, np.int64))

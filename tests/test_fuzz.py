@@ -167,8 +167,8 @@ def test_run_folders(examples: int, tiny_runs: tuple[Path, dict[str, Any]], tmp_
 
     def check(name: str, change: Change, forge: Callable[[Any], Any], forged: bool) -> None:
         content = whole[name]
-        told = json.dumps(forge(json.loads(content))).encode() if forged else change(content)
-        (trial / name).write_bytes(told)
+        damaged = json.dumps(forge(json.loads(content))).encode() if forged else change(content)
+        (trial / name).write_bytes(damaged)
         refused_or_fine(read)
         (trial / name).write_bytes(content)
 

@@ -386,7 +386,7 @@ for split in (found.train, found.test):
 def test_datasets_and_shards_are_read_from_a_local_hub(
     endpoint: str, dataset: Path, tmp_path: Path
 ) -> None:
-    def told(*arguments: str) -> str:
+    def printed(*arguments: str) -> str:
         own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1",
                "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
         finished = subprocess.run(
@@ -401,7 +401,7 @@ def test_datasets_and_shards_are_read_from_a_local_hub(
     for split in (source.train, source.test):
         shades = [str(split.image(n).getpixel((0, 0))) for n in range(len(split))]
         expected += f"{split.labels.tolist()} {' '.join(shades)}\n"
-    assert told("shards:hf://datasets/owner/shards") == expected
-    assert told("hub:owner/rows") == expected
+    assert printed("shards:hf://datasets/owner/shards") == expected
+    assert printed("hub:owner/rows") == expected
     packed = tmp_path / "packed"
-    assert told("hub:owner/rows", str(packed), f"shards:{packed}") == expected
+    assert printed("hub:owner/rows", str(packed), f"shards:{packed}") == expected

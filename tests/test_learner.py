@@ -165,15 +165,17 @@ def test_reported_accuracy_matches_the_held_out_images() -> None:
 
     classifier._make_task = noted  # type: ignore[method-assign]
     images, labels = drawings(range(12, 16), 20)
-    told = classifier.learn(images, labels)
+    learned = classifier.learn(images, labels)
     chances = classifier.predict_proba(images[held])
     rows = torch.tensor([classifier.classes_.index(labels[place]) for place in held])
     own = torch.from_numpy(chances)[:, 12:]
-    assert told.accuracy == pytest.approx(float((chances.argmax(1) == rows.numpy()).mean()))
-    assert told.accuracy_own == pytest.approx(float((own.argmax(1) + 12 == rows).double().mean()))
-    assert told.accuracy_own > told.accuracy
+    assert learned.accuracy == pytest.approx(float((chances.argmax(1) == rows.numpy()).mean()))
+    assert learned.accuracy_own == pytest.approx(
+        float((own.argmax(1) + 12 == rows).double().mean())
+    )
+    assert learned.accuracy_own > learned.accuracy
     error = expected_calibration_error(torch.from_numpy(chances), rows)
-    assert told.calibration_error == pytest.approx(error, abs=1e-6)
+    assert learned.calibration_error == pytest.approx(error, abs=1e-6)
 
 
 def test_watched_images_measure_forgetting(drawing_folders: Path) -> None:

@@ -106,11 +106,11 @@ def test_skip_bad_leaves_out_unreadable_images(tmp_path: Path) -> None:
     learned = ContinualClassifier(method="ncm").learn(data, skip_bad=True)
     assert learned.images == {"a": 5, "b": 5}
     assert len(learned.left_out) == 37
-    told = " ".join(learned.warnings)
-    assert "'all bad' has no image that can be read" in told
-    assert "1 images beside the class folders" in told
-    assert "'empty' has no image" in told
-    assert "2 with .heic, 1 with no ending" in told
+    printed = " ".join(learned.warnings)
+    assert "'all bad' has no image that can be read" in printed
+    assert "1 images beside the class folders" in printed
+    assert "'empty' has no image" in printed
+    assert "2 with .heic, 1 with no ending" in printed
     shown = coda("learn", str(tmp_path / "model"), str(data), "--skip-bad")
     assert shown.returncode == 0
     assert len(re.findall(r"left out:\s+/", shown.stderr)) == 37

@@ -70,12 +70,14 @@ def test_documented_accuracies_match_the_commands(
     """Within a point, and among its own classes each task is within 5 % of when it was learned."""
     evaluated = said(session, "coda evaluate")[0]
     rows = re.findall(r"│ (\d) .*?│\s+([\d.]+) %\s+│\s+([\d.]+) %\s+│\s+[\d.]+ %\s+│", evaluated)
-    told = re.findall(r"^\| (\d) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.M)
-    assert len(rows) == len(told) == 3
-    for (_, over_all, own), (_, told_over_all, told_own, told_then) in zip(rows, told, strict=True):
-        assert float(over_all) == pytest.approx(float(told_over_all), abs=1.0)
-        assert float(own) == pytest.approx(float(told_own), abs=1.0)
-        assert float(own) >= float(told_then) - 5.0
+    documented = re.findall(r"^\| (\d) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.M)
+    assert len(rows) == len(documented) == 3
+    for (_, over_all, own), (_, page_over_all, page_own, page_then) in zip(
+        rows, documented, strict=True
+    ):
+        assert float(over_all) == pytest.approx(float(page_over_all), abs=1.0)
+        assert float(own) == pytest.approx(float(page_own), abs=1.0)
+        assert float(own) >= float(page_then) - 5.0
 
 
 def test_the_exported_graph_runs_without_torch_and_agrees(
@@ -122,9 +124,9 @@ def test_predictions_through_pipes(session: tuple[Path, dict[str, str]]) -> None
 
 def test_results_as_json(session: tuple[Path, dict[str, str]]) -> None:
     folder = session[0]
-    told = json.loads(coda("info", "my-model", "--json", cwd=folder).stdout)
-    assert len(told["classes"]) == 30
-    assert told["bytes"]["model.safetensors"] > 1000
+    info = json.loads(coda("info", "my-model", "--json", cwd=folder).stdout)
+    assert len(info["classes"]) == 30
+    assert info["bytes"]["model.safetensors"] > 1000
     found: dict[str, Any] = json.loads(
         coda("evaluate", "my-model", "sketches/test", "--json", cwd=folder).stdout
     )

@@ -62,8 +62,8 @@ class LoopbackHub:
                     self.answer(outer.files[name], heads)
                 elif outer.files:
                     names = [{"rfilename": name} for name in outer.files]
-                    told = {"id": "me/sketches", "sha": COMMIT, "siblings": names}
-                    self.answer(json.dumps(told).encode())
+                    message = {"id": "me/sketches", "sha": COMMIT, "siblings": names}
+                    self.answer(json.dumps(message).encode())
                 else:
                     self.send_error(404)
 
@@ -75,8 +75,8 @@ class LoopbackHub:
 
     def posted(self, path: str, body: bytes) -> dict[str, Any]:
         if path.endswith("/repos/create"):
-            told = json.loads(body)  # older clients say private, newer ones visibility
-            self.private = told.get("private", told.get("visibility") == "private")
+            message = json.loads(body)  # older clients say private, newer ones visibility
+            self.private = message.get("private", message.get("visibility") == "private")
             return {"url": f"{self.address}/me/sketches", "id": "1"}
         if "/preupload/" in path:
             names = [file["path"] for file in json.loads(body)["files"]]

@@ -503,9 +503,9 @@ def test_killed_learn_leaves_one_complete_version(
     process.communicate()
     left = ContinualClassifier.load(model)
     assert left.classes_ in (first.classes_, whole.classes_)
-    # Without the note of a lesson under way it had told its result; then it is not run again.
-    told = len(left.tasks_) == 2 and not (model / store.LESSON).exists()
-    died = process.returncode != 0 and not told
+    # Without the lesson file the command had printed its result; then it is not run again.
+    finished = len(left.tasks_) == 2 and not (model / store.LESSON).exists()
+    died = process.returncode != 0 and not finished
     if died:  # the same command, whether it had come to its end or not
         finished = coda("learn", str(model), str(second))
         assert finished.returncode == 0, finished.stderr
@@ -604,7 +604,7 @@ def test_learn_interrupted_while_saving_is_not_repeated(
 def test_checkpoints_are_removed_only_after_the_model_is_saved(
     drawing_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at the last moment; then the same lesson goes on, and no other one before it."""
+    """A full disk after training: the same lesson resumes, another one is refused until then."""
     classifier, progress = ContinualClassifier(method="coda-p"), tmp_path / "model" / ".progress"
     lesson, other = drawing_folders / "task-1", drawing_folders / "task-2"
     classifier.learn(lesson, epochs=1, progress=progress)
@@ -616,9 +616,11 @@ def test_checkpoints_are_removed_only_after_the_model_is_saved(
     again = ContinualClassifier(method="coda-p")
     with pytest.raises(UnfinishedLesson, match="Finish it by running the same command again"):
         again.learn(other, epochs=1, progress=progress)
-    told: list[str] = []
-    again.learn(lesson, epochs=1, progress=progress, on_event=lambda event: told.append(event.kind))
-    assert "step" not in told, "nothing is trained again"
+    kinds: list[str] = []
+    again.learn(
+        lesson, epochs=1, progress=progress, on_event=lambda event: kinds.append(event.kind)
+    )
+    assert "step" not in kinds, "nothing is trained again"
     again.save(tmp_path / "model")
     assert not progress.exists()
     assert_same(again, classifier)
