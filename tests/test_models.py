@@ -504,8 +504,8 @@ def test_killed_learn_leaves_one_complete_version(
     left = ContinualClassifier.load(model)
     assert left.classes_ in (first.classes_, whole.classes_)
     # Without the lesson file the command had printed its result; then it is not run again.
-    finished = len(left.tasks_) == 2 and not (model / store.LESSON).exists()
-    died = process.returncode != 0 and not finished
+    complete = len(left.tasks_) == 2 and not (model / store.LESSON).exists()
+    died = process.returncode != 0 and not complete
     if died:  # the same command, whether it had come to its end or not
         finished = coda("learn", str(model), str(second))
         assert finished.returncode == 0, finished.stderr
