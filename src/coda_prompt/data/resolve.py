@@ -13,8 +13,9 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +32,12 @@ from coda_prompt.data.folders import (
     is_valid_class_name,
 )
 from coda_prompt.data.hf_datasets import HubSplit
-from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
+from coda_prompt.data.images import (
+    SUPPORTED_MODES,
+    apply_exif_orientation,
+    convert_channels,
+    open_image,
+)
 from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.shards import ShardSplit
@@ -39,6 +45,9 @@ from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Source
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData, UnknownName
 
 Paths = str | os.PathLike[str]
+MAX_SAMPLES = 32
+"""Images of a lesson whose size and colors are examined."""
+THUMBNAIL_SIDE = 128
 
 
 class MemorySplit:
@@ -67,6 +76,13 @@ class MemorySplit:
         return digest.hexdigest()
 
 
+class Sample(NamedTuple):
+    """The size of an image, and the image in RGB with at most `THUMBNAIL_SIDE` pixels a side."""
+
+    size: tuple[int, int]
+    thumbnail: Image.Image
+
+
 @dataclass(frozen=True)
 class Labelled:
     """Images with their classes; a split's labels are positions in `names`."""
@@ -77,6 +93,20 @@ class Labelled:
     """Images that cannot be read and were left out."""
     remarks: tuple[str, ...] = ()
     """Other things that were left out, and why."""
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """Images at equal distances over the whole split."""
+        count = len(self.split)
+        indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
+        samples = []
+        for index in indices:  # one at a time: a decoded photograph takes tens of megabytes
+            image = self.split.image(int(index))
+            size = image.size
+            thumbnail = convert_channels(image, 3)
+            thumbnail.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+            samples.append(Sample(size, thumbnail))
+        return samples
 
     def counts(self) -> dict[str, int]:
         """Return the number of images of each class."""
@@ -299,7 +329,7 @@ def _leave_out_unreadable(
 
     def problem(index: int) -> BadImage | None:
         try:
-            split.image(index).load()
+            split.image(index, THUMBNAIL_SIDE).load()
         except BadImage as error:
             return error
         except BadOption:
@@ -309,7 +339,7 @@ def _leave_out_unreadable(
         return None
 
     if isinstance(split, FileSplit):
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             problems = list(pool.map(problem, range(len(split))))
     else:  # a dataset may not be thread-safe
         problems = [problem(index) for index in range(len(split))]

@@ -7,10 +7,9 @@ import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
 
 from coda_prompt.data.images import convert_channels
-from coda_prompt.data.resolve import Labelled
+from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.errors import join_names
 from coda_prompt.preprocessing import Preprocessing
 
@@ -20,8 +19,6 @@ FEW_IMAGES = 5
 IMBALANCE = 10
 MAX_COMPARED_NAMES = 300
 """With more class names, only equal ones are reported: comparing all pairs would take too long."""
-MAX_SAMPLES = 32
-"""Images whose size and colors are examined."""
 
 
 def warnings(
@@ -61,14 +58,13 @@ def warnings(
         messages.append("this is the only class so far: every image will be assigned to it")
     if UNKNOWN in counts:
         messages.append(f"class '{UNKNOWN}' is also what 'coda predict --unknown-below' prints")
-    samples = _samples(images)
-    side = float(np.median([min(image.size) for image in samples]))
+    side = float(np.median([min(sample.size) for sample in images.samples]))
     if side < preprocessing.size / 2:
         messages.append(
             f"images are about {side:.0f} px, but the backbone expects {preprocessing.size} px: "
             "they are enlarged and have little detail"
         )
-    if backbone == "pocket" and _are_photographs(samples):
+    if backbone == "pocket" and _are_photographs(images.samples):
         messages.append(
             "these look like photographs, but 'pocket' was trained on small sketches: use "
             "--backbone vit-b16-in21k, or deit-tiny on a slow machine"
@@ -79,7 +75,7 @@ def warnings(
 def summary(images: Labelled) -> str:
     """Return the number of images of each class and the range of their sizes in one line."""
     counts = images.counts()
-    sizes = sorted(image.size for image in _samples(images))
+    sizes = sorted(sample.size for sample in images.samples)
     smallest, largest = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1]))
     size = smallest if largest == smallest else f"{smallest} to {largest}"
     each = join_names([f"{name} {count}" for name, count in counts.items()], 12)
@@ -116,17 +112,10 @@ def _differ_in_number(first: str, second: str) -> bool:
     return [c for c in first if not c.isdecimal()] == [c for c in second if not c.isdecimal()]
 
 
-def _samples(images: Labelled) -> list[Image.Image]:
-    """Decode images at equal distances over the whole split."""
-    count = len(images.split)
-    indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
-    return [images.split.image(int(index)) for index in indices]
-
-
-def _are_photographs(images: Sequence[Image.Image]) -> bool:
+def _are_photographs(samples: Sequence[Sample]) -> bool:
     """Return whether most images are large and have many shades, unlike sketches."""
-    large = [image for image in images if min(image.size) >= 64]
-    if len(large) <= len(images) / 2:
+    large = [sample.thumbnail for sample in samples if min(sample.size) >= 64]
+    if len(large) <= len(samples) / 2:
         return False
     grey = np.stack([np.asarray(convert_channels(image, 1).resize((64, 64))) for image in large])
     shaded = ((grey > 40) & (grey < 215)).mean(axis=(1, 2))
