@@ -191,6 +191,37 @@ def test_validation_is_drawn_from_all_training_images_by_the_seed() -> None:
     assert all(counts.sum() == 40 for counts in per_class)
 
 
+# --- fewer images ---
+
+
+def test_reduced_streams_have_random_images_of_each_class_drawn_by_the_seed() -> None:
+    def drawn(seed: int) -> list[int]:
+        stream = make_stream(make_source(5, 40), tasks=5, seed=seed, train_images=7)
+        assert "trained on at most 7 images of each class" in stream.notes
+        assert all(len(task.train) == 7 and len(task.test) == 1 for task in stream.tasks)
+        return sorted(int(i) for task in stream.tasks for i in task.train.indices)
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert max(drawn(1)) > 100  # not only the first images
+
+
+def test_reduced_validation_images_are_not_trained_on() -> None:
+    stream = make_stream(
+        make_source(5, 40), tasks=2, validation=True, train_images=10, test_images=3
+    )
+    trained = {int(i) for task in stream.tasks for i in task.train.indices}
+    tested = {int(i) for task in stream.tasks for i in task.test.indices}
+    assert len(trained) == 50
+    assert len(tested) == 15
+    assert not trained & tested
+
+
+def test_classes_with_fewer_images_than_the_limit_use_all() -> None:
+    stream = make_stream(make_source(4, 6), tasks=1, train_images=100)
+    assert sorted(pixel_values(stream.tasks[0].train)) == list(range(24))
+
+
 # --- removed domains ---
 
 
@@ -280,6 +311,8 @@ def test_exactly_one_rule_is_required(rules: dict[str, int]) -> None:
         ({"tasks": 0}, "'tasks'.*0 is less than 1"),
         ({"classes_per_task": 0}, "'classes_per_task'.*0 is less than 1"),
         ({"tasks": 2, "seed": -1}, "'seed'.*-1 is negative"),
+        ({"tasks": 2, "train_images": 0}, "'train_images'.*0 is less than 1"),
+        ({"tasks": 2, "test_images": -2}, "'test_images'.*-2 is less than 1"),
         ({"tasks": 2, "remove_domains": -1}, "'remove_domains'.*-1 is negative"),
         (
             {"tasks": 2, "remove_domains": 3},

@@ -41,6 +41,10 @@ class StreamSection(Section):
     classes_per_task: int | None = Field(default=None, ge=1)
     remove_domains: int = Field(default=0, ge=0)
     """Domains removed from the training images of each task (the paper's dual shift)."""
+    train_images: int | None = Field(default=None, ge=1)
+    """Random images of each class to train on, drawn anew in each trial. Default: all."""
+    test_images: int | None = Field(default=None, ge=1)
+    """Random images of each class to test on, drawn anew in each trial. Default: all."""
     validation: bool = False
     """Evaluate on a fifth of the training images; test images are not read."""
 

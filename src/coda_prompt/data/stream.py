@@ -146,6 +146,8 @@ def make_stream(
     seed: int = 0,
     validation: bool = False,
     remove_domains: int = 0,
+    train_images: int | None = None,
+    test_images: int | None = None,
 ) -> Stream:
     """Split a source into tasks by exactly one of `tasks`, `classes_per_task` and `class_lists`.
 
@@ -159,6 +161,8 @@ def make_stream(
             is then not trained on.
         remove_domains: number of domains, drawn for each task, to remove from its training
             images.
+        train_images: number of random images of each class to train on; by default all.
+        test_images: number of random images of each class to test on; by default all.
 
     Raises:
         BadOption: an option is out of range, or not exactly one rule is given.
@@ -187,7 +191,9 @@ def make_stream(
         train_indices, test_indices = np.sort(permuted[:count]), np.sort(permuted[count:])
         test_split = source.train
     train = Samples(source.train, train_indices, row_of[source.train.labels[train_indices]])
+    train = _reduce(train, train_images, "train_images", seed)
     test = Samples(test_split, test_indices, row_of[test_split.labels[test_indices]])
+    test = _reduce(test, test_images, "test_images", seed)
 
     stream_tasks = []
     first_row = 0
@@ -201,9 +207,27 @@ def make_stream(
         tuple(source.class_names[number] for number in order),
         order,
         tuple(stream_tasks),
-        (*source.notes, *_notes(stream_tasks, seed, validation, remove_domains)),
+        (
+            *source.notes,
+            *_notes(stream_tasks, seed, validation, remove_domains, train_images, test_images),
+        ),
         validation,
     )
+
+
+def _reduce(samples: Samples, images: int | None, field: str, seed: int) -> Samples:
+    """Return so many random samples of each class; None: all."""
+    if images is None:
+        return samples
+    if images < 1:
+        raise BadOption("the stream", field, f"{images} is less than 1")
+    order = _generator(seed, field).permutation(len(samples))
+    order = order[np.argsort(samples.labels[order], kind="stable")]
+    labels = samples.labels[order]
+    rank = np.arange(len(labels)) - np.searchsorted(labels, labels)  # within the class
+    chosen = np.zeros(len(samples), bool)
+    chosen[order[rank < images]] = True
+    return samples.subset(chosen)
 
 
 def _order_from_lists(
@@ -295,8 +319,16 @@ def _make_task(
 
 
 def _notes(
-    tasks: Sequence[Task], seed: int, validation: bool, remove_domains: int
+    tasks: Sequence[Task],
+    seed: int,
+    validation: bool,
+    remove_domains: int,
+    train_images: int | None,
+    test_images: int | None,
 ) -> Iterator[str]:
+    for images, use in ((train_images, "trained"), (test_images, "tested")):
+        if images is not None:
+            yield f"{use} on at most {images} images of each class"
     if validation:
         yield f"tested on a held-out fifth of the training images (seed {seed})"
     if remove_domains:
