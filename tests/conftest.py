@@ -14,7 +14,7 @@ import yaml
 from drawings import NAMES, SOURCE
 from PIL import Image
 from safetensors.torch import load_file
-from small import coda, tiny_vit
+from small import coda, comparable, micro, tiny_vit
 from torch import Tensor
 
 from coda_prompt.model.catalog import write_weights
@@ -102,6 +102,16 @@ def tiny_runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     finished = coda("bench", str(tiny), "--json", "--out", str(out))
     assert finished.returncode == 0, finished.stderr
     return out, json.loads(finished.stdout)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results and logs of `micro`, never interrupted."""
+    out = tmp_path_factory.mktemp("whole")
+    finished = coda("bench", *micro(tiny, out))
+    assert finished.returncode == 0, finished.stderr
+    assert not list(out.rglob("checkpoint-*")), "nothing is left over"
+    return comparable(out)
 
 
 @pytest.fixture(scope="session")

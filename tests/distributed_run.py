@@ -1,6 +1,6 @@
 """Train two tasks on several ranks and write first gradients and learned state to a file.
 
-Started by test_distributed.py: `python distributed_run.py PROCESSES PRECISION METHODS OUT`.
+Run on every rank by test_distributed.py with arguments PROCESSES PRECISION METHODS OUT.
 """
 
 from __future__ import annotations
@@ -78,7 +78,3 @@ def main() -> None:
     if fabric.world_size > 1:  # a rank that exits while another communicates makes it abort
         fabric.barrier()
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,25 @@ def drawings(rows: range | list[int], count: int = 20, test: bool = False) -> tu
 def taught(
     *tasks: range | list[int], method: str = "ranpac", **options: Any
 ) -> ContinualClassifier:
-    classifier = ContinualClassifier(method=method, **options)
-    for rows in tasks:
-        classifier.learn(*drawings(rows))
+    """Return a classifier that has learned the classes of these rows, a task each."""
+    rows = tuple(tuple(task) for task in tasks)
+    return _copy(_taught(rows, method, tuple(sorted(options.items()))))
+
+
+@functools.cache
+def _taught(
+    tasks: tuple[tuple[int, ...], ...], method: str, options: tuple[tuple[str, Any], ...]
+) -> ContinualClassifier:
+    """Tests must not change it: each gets a copy."""
+    if not tasks:
+        return ContinualClassifier(method=method, **dict(options))
+    classifier = _copy(_taught(tasks[:-1], method, options))
+    classifier.learn(*drawings(list(tasks[-1])))
     return classifier
+
+
+def _copy(classifier: ContinualClassifier) -> ContinualClassifier:
+    return copy.deepcopy(classifier, {id(classifier._fabric): classifier._fabric})
 
 
 def tensors(classifier: ContinualClassifier) -> dict[str, torch.Tensor]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PLAIN = (sys.executable, "-m", "coda_prompt")
+from forked import Forked
+from small import CODA
+
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--standalone", "-m", "coda_prompt"),
@@ -22,17 +25,45 @@ ENVIRONMENT = {
 }
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `coda` to its end."""
+    return Forked(CODA, *arguments, environment=ENVIRONMENT).completed(180)
+
+
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run another command to its end."""
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
 
 
+def run_ranks(count: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks that are forked with the variables of torchrun.
+
+    Returns:
+        The output of rank 0.
+    """
+    with socket.socket() as free_port:
+        free_port.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port.getsockname()[1])}
+    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+    common = {**ENVIRONMENT, **address, **size, "TORCHELASTIC_RUN_ID": "test"}
+    ranks = [
+        Forked(program, *arguments, environment={**common, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in map(str, range(count))
+    ]
+    try:
+        done = [rank.completed(180) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank in done:
+        assert rank.returncode == 0, rank.stderr
+    return done[0]
+
+
 @contextlib.contextmanager
-def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a command in its own session and kill the whole session at the end."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        start_new_session=True,
-    )  # fmt: skip
+def started(*arguments: str, program: str = CODA) -> Iterator[Forked]:
+    """Start a program in its own session and kill the whole session at the end."""
+    process = Forked(program, *arguments, environment=ENVIRONMENT, new_session=True)
     try:
         yield process
     finally:
@@ -41,7 +72,7 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for_checkpoint(out: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_checkpoint(out: Path, process: Forked) -> None:
     deadline = time.monotonic() + 90
     while not list(out.rglob("checkpoint-*")):
         assert process.poll() is None, process.communicate()

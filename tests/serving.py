@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import selectors
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from forked import Forked
 from PIL import Image
 from small import CODA
 
@@ -24,14 +24,10 @@ Files = list[tuple[str, tuple[str, bytes]]]
 @contextlib.contextmanager
 def served(*arguments: str, before: str = "", **environment: str) -> Iterator[httpx.Client]:
     """Yield a client of `coda serve ARGUMENTS`; `before` is Python code that runs first."""
-    command = list(CODA)
-    command[-1] = before + command[-1]
-    process = subprocess.Popen(
-        [*command, "serve", *arguments, "--port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    process = Forked(
+        before + CODA, "serve", *arguments, "--port", "0",
+        environment={**os.environ, **environment},
+    )  # fmt: skip
     try:
         url = _wait_for_url(process)
         with httpx.Client(base_url=url, timeout=60) as client:
@@ -46,21 +42,13 @@ def served(*arguments: str, before: str = "", **environment: str) -> Iterator[ht
             process.wait()
 
 
-def _wait_for_url(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
-    output = ""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stderr, selectors.EVENT_READ)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if selector.select(1):
-                line = process.stderr.readline()
-                output += line
-                if match := re.search(r"http://\S+", line):
-                    return match[0]
-                if not line:
-                    break
-    raise AssertionError(f"the service did not start: {output}")
+def _wait_for_url(process: Forked) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if match := re.search(r"http://\S+(?=\s)", process.output()[1]):
+            return match[0]
+        time.sleep(0.02)
+    raise AssertionError(f"the service did not start: {process.output()[1]}")
 
 
 def png(pixels: Any) -> bytes:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+from forked import Forked
 from safetensors.torch import load_file, save_file
 
 from coda_prompt import methods
+from coda_prompt.bench.runs import RESULT
 from coda_prompt.data.sources import Source, array_source
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.model.vit import ViT, ViTConfig
@@ -74,76 +70,38 @@ def brief(method: Method, new: int, known: tuple[int, ...] = (), seed: int = 0) 
     return TaskBrief(len(method.task_sizes), seed, classes, torch.zeros(0, dtype=torch.int64))
 
 
-CODA = (sys.executable, "-c", "from coda_prompt.cli import main; main()")
+CODA = "from coda_prompt.cli import main; main()"
+"""The program of the `coda` command."""
 
 
-def _one_thread(options: dict[str, Any]) -> dict[str, Any]:
-    """Tiny networks are fastest on one thread."""
-    return {**options, "env": {"OMP_NUM_THREADS": "1", **(options.get("env") or os.environ)}}
+def coda(
+    *arguments: str, cwd: Path | None = None, input: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return Forked(CODA, *arguments, cwd=cwd, input=input).completed()
 
 
-def coda(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; in a forked process (zygote.py) if the environment allows."""
-    if options.keys() <= {"cwd", "input"}:
-        zygote = Zygote.started()
-        if zygote.environment == _environment():
-            return zygote.run(arguments, **options)
-    command = [*CODA, *arguments]
-    options = _one_thread(options)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
-
-
-def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
-
-
-class Zygote:
-    """Client of zygote.py, which exits with the tests."""
-
-    only: ClassVar[Zygote | None] = None
-
-    def __init__(self) -> None:
-        self.environment = _environment()
-        script = str(Path(__file__).with_name("zygote.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            **_one_thread({}),
-        )  # fmt: skip
-
-    @classmethod
-    def started(cls) -> Zygote:
-        cls.only = cls.only or cls()
-        return cls.only
-
-    def run(
-        self, arguments: Sequence[str], cwd: Path | None = None, input: str = ""
-    ) -> subprocess.CompletedProcess[str]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
-            for path, content in zip(files, (input, "", ""), strict=True):
-                path.write_text(content)
-            request = {
-                "arguments": arguments,
-                "cwd": str(cwd or Path.cwd()),
-                "files": [str(path) for path in files],
-            }
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            child = int(self._process.stdout.readline())
-            timeout = threading.Timer(120, os.kill, (child, signal.SIGKILL))
-            timeout.start()
-            code = int(self._process.stdout.readline())
-            timeout.cancel()
-            output = [path.read_text("utf-8", "surrogateescape") for path in files[1:]]
-        return subprocess.CompletedProcess([*CODA, *arguments], code, *output)
-
-
-def started_coda(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+def started_coda(*arguments: str, new_session: bool = False) -> Forked:
     """Start the command in another process."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*CODA, *arguments], text=True, **pipes, **_one_thread(options))
+    return Forked(CODA, *arguments, new_session=new_session)
+
+
+def micro(tiny: Path, out: Path) -> list[str]:
+    """Arguments of a benchmark of a few seconds."""
+    settings = ("training.epochs=6", "training.batch_size=3", "trials=1")
+    return [str(tiny), "--out", str(out), *(part for each in settings for part in ("--set", each))]
+
+
+def comparable(out: Path) -> dict[str, Any]:
+    """Return all results and logs below a folder except times and memory."""
+    found = {}
+    for path in sorted(out.rglob(RESULT)):
+        result = json.loads(path.read_text())
+        for name in ("seconds", "peak_memory_bytes"):
+            del result[name]
+        log = (path.parent / "events.jsonl").read_text()
+        found[str(path.parent.relative_to(out))] = (result, log)
+    return found
 
 
 def reloaded(method: Method, folder: Path) -> Method:

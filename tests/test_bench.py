@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from small import coda
+from small import coda, started_coda
 
 from coda_prompt.bench import report
 from coda_prompt.bench.config import load_benchmark, preset_names
@@ -229,12 +228,10 @@ def test_error_in_a_parallel_run_prints_one_message(tiny: Path, tmp_path: Path) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_exit_when_bench_is_killed(tiny: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-c", "from coda_prompt.cli import main; main()", "bench", str(tiny),
-        "--jobs", "2", "--methods", "coda-p,upper-bound", "--set", "training.epochs=5000",
-        "--out", str(tmp_path),
-    ]  # fmt: skip
-    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = started_coda(
+        "bench", str(tiny), "--jobs", "2", "--methods", "coda-p,upper-bound",
+        "--set", "training.epochs=5000", "--out", str(tmp_path),
+    )  # fmt: skip
     try:
         wait_until(lambda: len(list(tmp_path.rglob("events.jsonl"))) == 2)
         workers = children_of(parent.pid)

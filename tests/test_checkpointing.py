@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import random
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import Forked
 from safetensors.torch import load_file, save_file
-from small import AUGMENTED_VIEWS, brief, coda, patterns, started_coda, tiny_vit
+from small import (
+    AUGMENTED_VIEWS,
+    CODA,
+    brief,
+    coda,
+    comparable,
+    micro,
+    patterns,
+    started_coda,
+    tiny_vit,
+)
 
 from coda_prompt import methods
-from coda_prompt.bench.runs import CHECKPOINTS, RESULT
+from coda_prompt.bench.runs import CHECKPOINTS
 from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import METHODS, Method
@@ -54,14 +66,16 @@ def kept_run(
 
     checkpointer = Checkpointer(folder, {"name": name}, interval=0, stop=stop, notes=notes)
     if checkpointer.latest is not None:
-        held = checkpointer.latest.notes["result"]
-        result.matrix[:], result.own_classes[:] = held["matrix"], held["own"]
-        result.losses[:] = held["losses"]
+        saved = checkpointer.latest.notes["result"]
+        result.matrix[:], result.own_classes[:] = saved["matrix"], saved["own"]
+        result.losses[:] = saved["losses"]
     engine = Engine(AUGMENTED_VIEWS, Training(**TRAINING | training))
     return method, engine.run(method, stream(), checkpointer=checkpointer, result=result)
 
 
+@functools.cache
 def whole_run(name: str, **training: Any) -> tuple[Method, Result]:
+    """The same without checkpoints; tests must not change it."""
     method = made(name)
     return method, Engine(AUGMENTED_VIEWS, Training(**TRAINING | training)).run(method, stream())
 
@@ -102,7 +116,8 @@ def test_a_training_interrupted_repeatedly_ends_bit_identical(
     assert attempt > 0 or not trains, "it was stopped"
 
 
-def stopped(folder: Path, name: str, steps: int) -> None:
+@functools.cache
+def files_of_stopped_run(name: str, steps: int) -> dict[str, bytes]:
     left = steps
 
     def request_stop() -> bool:
@@ -110,8 +125,17 @@ def stopped(folder: Path, name: str, steps: int) -> None:
         left -= 1
         return left == 0
 
-    with pytest.raises(Interrupted):
-        kept_run(folder, name, request_stop)
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(Interrupted):
+            kept_run(Path(folder), name, request_stop)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def stopped(folder: Path, name: str, steps: int) -> None:
+    """Make a folder of checkpoints as a run leaves it that was stopped after so many steps."""
+    folder.mkdir(exist_ok=True)
+    for file, content in files_of_stopped_run(name, steps).items():
+        (folder / file).write_bytes(content)
 
 
 def newest(folder: Path, kind: str) -> Path:
@@ -165,8 +189,8 @@ def test_tasks_write_only_what_they_add(tmp_path: Path) -> None:
 def test_a_forged_position_is_refused(forged: dict[str, Any], tmp_path: Path) -> None:
     stopped(tmp_path, "coda-p", 7)
     for path in tmp_path.glob("checkpoint-*"):
-        held = json.loads(json.loads(path.read_text())["content"]) | forged
-        text = json.dumps(held)
+        content = json.loads(json.loads(path.read_text())["content"]) | forged
+        text = json.dumps(content)
         digest = hashlib.sha256(text.encode()).hexdigest()
         path.write_text(json.dumps({"sha256": digest, "content": text}))
     with pytest.raises(CorruptFile):
@@ -213,11 +237,11 @@ def test_remove_leaves_foreign_files_alone(tmp_path: Path) -> None:
 
 def test_a_symbolic_link_as_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "mine", "coda-p", 7)
-    held = sorted((tmp_path / "mine").iterdir())
+    files = sorted((tmp_path / "mine").iterdir())
     (tmp_path / "linked").symlink_to(tmp_path / "mine")
     with pytest.raises(CorruptFile, match="symbolic link"):
         kept_run(tmp_path / "linked", "coda-p")
-    assert sorted((tmp_path / "mine").iterdir()) == held
+    assert sorted((tmp_path / "mine").iterdir()) == files
 
 
 @pytest.mark.parametrize("how", ["gone", "cut", "whole", "nan"])
@@ -291,33 +315,6 @@ def test_any_optimizer_with_parameter_groups_resumes_in_any_stage(
 # -- runs of a benchmark
 
 
-def comparable(out: Path) -> dict[str, Any]:
-    """Return all results and logs below a folder except times and memory."""
-    found = {}
-    for path in sorted(out.rglob(RESULT)):
-        result = json.loads(path.read_text())
-        for name in ("seconds", "peak_memory_bytes"):
-            del result[name]
-        log = (path.parent / "events.jsonl").read_text()
-        found[str(path.parent.relative_to(out))] = (result, log)
-    return found
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("whole")
-    finished = coda("bench", *micro(tiny, out))
-    assert finished.returncode == 0, finished.stderr
-    assert not list(out.rglob("checkpoint-*")), "nothing is left over"
-    return comparable(out)
-
-
-def micro(tiny: Path, out: Path) -> list[str]:
-    """A benchmark of about ten seconds."""
-    settings = ("training.epochs=6", "training.batch_size=3", "trials=1")
-    return [str(tiny), "--out", str(out), *(part for each in settings for part in ("--set", each))]
-
-
 def killed_once(arguments: list[str], out: Path, moment: float) -> bool:
     """Kill the command so many seconds after its first sign of life; whether that was in time."""
     process = started_coda("bench", *arguments)
@@ -366,7 +363,7 @@ def test_ctrl_c_checkpoints_the_step_and_says_how_to_resume(
     kind: signal.Signals, jobs: str, tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     arguments = [*micro(tiny, tmp_path), "--jobs", jobs]
-    process = started_coda("bench", *arguments, start_new_session=True)
+    process = started_coda("bench", *arguments, new_session=True)
     while not list(tmp_path.rglob("checkpoint-*")) and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, kind)  # as a terminal and `timeout` do
@@ -402,9 +399,7 @@ def test_a_run_resumes_after_a_full_disk(
     """A limit on file sizes simulates the disk; without it the run resumes."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
     limited += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    program = limited + "from coda_prompt.cli import main; main()"
-    command = [sys.executable, "-c", program, "bench", *micro(tiny, tmp_path)]
-    full = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    full = Forked(limited + CODA, "bench", *micro(tiny, tmp_path)).completed()
     assert full.returncode == 2, full.stderr
     assert "Traceback" not in full.stderr
     assert not list(tmp_path.rglob("*.tmp"))

@@ -52,10 +52,10 @@ def test_ctrl_c_before_any_work_ends_in_one_message(
 def test_asked_twice_a_process_ends_unless_another_one_ends_it(
     following: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = threading.Event()
-    monkeypatch.setattr(shutdown, "_has_parent", held)
+    has_parent = threading.Event()
+    monkeypatch.setattr(shutdown, "_has_parent", has_parent)
     if following:
-        held.set()
+        has_parent.set()
     stop = shutdown.ShutdownFlag()
     with stop.handling_signals():
         signal.raise_signal(signal.SIGINT)

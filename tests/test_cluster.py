@@ -8,15 +8,14 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ENVIRONMENT, PLAIN, run, started, wait_for_checkpoint
-from small import coda
-from test_checkpointing import comparable, micro
+from forked import Forked
+from processes import ENVIRONMENT, run, started, wait_for_checkpoint
+from small import CODA, coda, comparable, micro
 from typer.testing import CliRunner
 
 from coda_prompt.cli import app
@@ -29,7 +28,7 @@ MORE = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.e
 def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two methods, two trials."""
     out = tmp_path_factory.mktemp("plain")
-    finished = run(*PLAIN, "bench", *micro(tiny, out), *MORE, "--jobs", "2")
+    finished = run("bench", *micro(tiny, out), *MORE)
     assert finished.returncode == 0, finished.stderr
     return out
 
@@ -37,7 +36,7 @@ def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ray_cluster_gives_the_same_report_after_a_worker_is_killed(
     tiny: Path, plain: Path, tmp_path: Path
 ) -> None:
-    command = [*PLAIN, "bench", *micro(tiny, tmp_path), *MORE, "--executor", "ray"]
+    command = ["bench", *micro(tiny, tmp_path), *MORE, "--executor", "ray"]
     with started(*command) as process:
         wait_for_checkpoint(tmp_path, process)
         owner = next(tmp_path.rglob(".lock.owner"))
@@ -64,11 +63,12 @@ def test_runs_on_a_running_cluster_are_interrupted_and_resumed(
     """Four runs on one CPU, all polling for a shutdown, never run at the same time."""
     monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_MODE", "token")
     monkeypatch.setitem(ENVIRONMENT, "RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with started(sys.executable, "-c", CLUSTER) as cluster:
-        assert cluster.stdout is not None
-        address = cluster.stdout.readline().strip()
+    with started(program=CLUSTER) as cluster:
+        while not (address := cluster.output()[0].strip()):
+            assert cluster.poll() is None, cluster.output()
+            time.sleep(0.05)
         options = (*MORE, "--executor", "ray", "--address", address)
-        command = [*PLAIN, "bench", *micro(tiny, tmp_path), *options]
+        command = ["bench", *micro(tiny, tmp_path), *options]
         with started(*command) as process:
             wait_for_checkpoint(tmp_path, process)
             process.send_signal(signal.SIGINT)
@@ -101,15 +101,14 @@ def report(runs: Path) -> dict[str, Any]:
 
 
 def test_missing_ray_names_the_extra_to_install(tiny: Path, tmp_path: Path) -> None:
-    program = "import sys; sys.modules['ray'] = None; from coda_prompt.cli import main; main()"
-    arguments = ["bench", *micro(tiny, tmp_path), "--executor", "ray"]
-    finished = run(sys.executable, "-c", program, *arguments)
+    program = f"import sys; sys.modules['ray'] = None; {CODA}"
+    finished = Forked(program, "bench", *micro(tiny, tmp_path), "--executor", "ray").completed()
     assert finished.returncode == 2
     assert "coda-prompt[ray]" in finished.stderr
 
 
 def test_run_at_a_remote_path_resumes_after_the_local_copy_is_lost(
-    tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+    tiny: Path, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
     """Every checkpoint is uploaded, so a run whose local copy is lost resumes from there."""
     there, cache = tmp_path / "there", tmp_path / "cache"
@@ -122,23 +121,20 @@ def test_run_at_a_remote_path_resumes_after_the_local_copy_is_lost(
         "    @classmethod\n"
         "    def _strip_protocol(cls, path): return path.removeprefix('there://').strip('/')\n"
         "fsspec.register_implementation('there', There, clobber=True)\n"
-        "from coda_prompt.cli import main; main()"
+        f"{CODA}"
     )
     there.mkdir()
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, "-c", register, "bench", *micro(tiny, tmp_path / "unused")]
+    command = [register, "bench", *micro(tiny, tmp_path / "unused")]
     command[command.index("--out") + 1] = "there://runs"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                               text=True, env=environment)  # fmt: skip
+    process = Forked(*command, environment=environment)
     wait_for_checkpoint(there, process)
     process.kill()
     process.communicate()
     shutil.rmtree(cache)
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    finished = Forked(*command, environment=environment).completed()
     assert finished.returncode == 0, finished.stderr
-    whole = tmp_path / "whole"
-    assert run(*PLAIN, "bench", *micro(tiny, whole)).returncode == 0
-    assert comparable(there / "runs") == comparable(whole)
+    assert comparable(there / "runs") == uninterrupted
     assert not list(there.rglob("checkpoint-*"))
     assert (there / "runs" / "tiny" / "benchmark.json").exists()
     assert list(there.rglob("accuracy.png"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from coda_prompt.data.stream import Samples, Task, make_stream
 from coda_prompt.methods import METHODS, Method, PromptMethod
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Training
+from coda_prompt.training.settings import Result, Training
 
 EVERY = sorted(METHODS)
 PROMPTED = [name for name in EVERY if issubclass(METHODS[name].type, PromptMethod)]
@@ -33,13 +35,28 @@ def stream_of(class_lists: list[list[str]], train: int = 10) -> tuple[Task, ...]
     return make_stream(patterns(classes=10, train=train), class_lists=class_lists).tasks
 
 
-def learned(name: str, class_lists: list[list[str]], **options: Any) -> Method:
+@functools.cache
+def learned(name: str) -> tuple[Method, Method, Method]:
+    """Copies of a method after each of three uneven tasks; tests must not change them."""
     method = methods.make(name, tiny_vit())
-    tasks = stream_of(class_lists)
-    driver = engine(**options)
+    tasks = stream_of(UNEVEN)
+    driver = engine()
+    copies = []
     for task in tasks:
         driver.learn(method, task, past=tasks[: task.index])
-    return method
+        copies.append(copy.deepcopy(method))
+    first, second, third = copies
+    return first, second, third
+
+
+def seeded_run(name: str) -> tuple[Method, Result]:
+    """A method after a stream of three uneven tasks, and its accuracies."""
+    method = methods.make(name, tiny_vit())
+    stream = make_stream(patterns(classes=9, train=10), class_lists=UNEVEN)
+    return method, engine(seed=3).run(method, stream)
+
+
+first_seeded_run = functools.cache(seeded_run)
 
 
 def some_images(count: int = 5, seed: int = 3) -> Tensor:
@@ -63,9 +80,7 @@ def frozen_parts(method: Method) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_stream_of_three_uneven_tasks(name: str) -> None:
-    stream = make_stream(patterns(classes=9, train=10), class_lists=UNEVEN)
-    method = methods.make(name, tiny_vit())
-    result = engine().run(method, stream)
+    method, result = first_seeded_run(name)
     assert method.logits(some_images()).shape == (5, 9)
     measured = ~np.isnan(result.matrix)
     rows = [2] if METHODS[name].type.trains_on == "all" else [0, 1, 2]
@@ -77,11 +92,7 @@ def test_a_stream_of_three_uneven_tasks(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
 def test_logits_cover_exactly_the_classes_seen(name: str) -> None:
-    tasks = stream_of(UNEVEN)
-    method = methods.make(name, tiny_vit())
-    driver = engine()
-    for task, seen in zip(tasks, [3, 5, 9], strict=True):
-        driver.learn(method, task, past=tasks[: task.index])
+    for method, seen in zip(learned(name), [3, 5, 9], strict=True):
         assert method.logits(some_images()).shape == (5, seen)
         assert method.classes_seen == seen
     assert method.task_sizes.rows.tolist() == [3, 2, 4]
@@ -132,7 +143,7 @@ def test_what_was_learned_is_bit_identical_after_later_tasks_with_weight_decay(n
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(name: str) -> None:
-    method = learned(name, UNEVEN)
+    method = learned(name)[-1]
     images = some_images(128)
     together = method.logits(images)
     alone = torch.cat([method.logits(image[None]) for image in images])
@@ -186,7 +197,7 @@ def test_one_image_a_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_saved_and_loaded_it_gives_the_same_logits(name: str, tmp_path: Path) -> None:
-    method = learned(name, UNEVEN)
+    method = learned(name)[-1]
     loaded = reloaded(method, tmp_path)
     assert torch.equal(loaded.logits(some_images()), method.logits(some_images()))
     assert loaded.task_sizes.rows.tolist() == [3, 2, 4]
@@ -195,15 +206,11 @@ def test_saved_and_loaded_it_gives_the_same_logits(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ("upper-bound",)])
 def test_saved_after_a_task_it_goes_on_to_the_same_result(name: str, tmp_path: Path) -> None:
+    _, after_two_tasks, after_three_tasks = learned(name)
     tasks = stream_of(UNEVEN)
-    method = methods.make(name, tiny_vit())
-    driver = engine()
-    for task in tasks[:2]:
-        driver.learn(method, task, past=tasks[: task.index])
-    loaded = reloaded(method, tmp_path)
-    driver.learn(method, tasks[2], past=tasks[:2])
+    loaded = reloaded(after_two_tasks, tmp_path)
     engine().learn(loaded, tasks[2], past=tasks[:2])
-    after, again = method.learned_state(), loaded.learned_state()
+    after, again = after_three_tasks.learned_state(), loaded.learned_state()
     assert after.keys() == again.keys()
     for key, tensor in after.items():
         assert torch.equal(tensor, again[key]), key
@@ -211,7 +218,7 @@ def test_saved_after_a_task_it_goes_on_to_the_same_result(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", PROMPTED)
 def test_no_backbone_tensor_is_in_the_learned_state(name: str) -> None:
-    saved = learned(name, UNEVEN[:2]).learned_state()
+    saved = learned(name)[1].learned_state()
     assert not [key for key in saved if key.startswith(("backbone", "blocks", "network"))]
     weights = tiny_vit().state_dict().values()
     for key, tensor in saved.items():
@@ -221,12 +228,9 @@ def test_no_backbone_tensor_is_in_the_learned_state(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_seeded_run_repeats_bit_for_bit(name: str) -> None:
-    def run() -> tuple[np.ndarray, dict[str, Tensor]]:
-        method = methods.make(name, tiny_vit())
-        result = engine(seed=3).run(method, make_stream(patterns(9, 6), class_lists=UNEVEN))
-        return result.matrix, method.learned_state()
-
-    (matrix, state), (matrix_again, state_again) = run(), run()
-    assert np.array_equal(matrix, matrix_again, equal_nan=True)
+    (method, result), (again, repeated) = first_seeded_run(name), seeded_run(name)
+    assert np.array_equal(result.matrix, repeated.matrix, equal_nan=True)
+    state, repeated_state = method.learned_state(), again.learned_state()
+    assert state.keys() == repeated_state.keys()
     for key, tensor in state.items():
-        assert torch.equal(tensor, state_again[key]), key
+        assert torch.equal(tensor, repeated_state[key]), key

@@ -8,14 +8,24 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from processes import ENVIRONMENT, PLAIN, TORCHRUN, run, started, wait_for_checkpoint
+from processes import (
+    ENVIRONMENT,
+    TORCHRUN,
+    run,
+    run_command,
+    run_ranks,
+    started,
+    wait_for_checkpoint,
+)
 from safetensors.torch import load_file
-from small import coda
-from test_checkpointing import comparable
+from small import CODA, comparable
 from torch.testing import assert_close
 
 from coda_prompt.errors import BadOption
@@ -39,7 +49,7 @@ def bench(tiny: Path, out: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone")
-    finished = run(*PLAIN, *bench(tiny, out))
+    finished = run(*bench(tiny, out))
     assert finished.returncode == 0, finished.stderr
     return out
 
@@ -67,23 +77,23 @@ def assert_same_training(found: Path, expected: Path, rows: int, *, worst: float
 @pytest.mark.parametrize(
     ("start", "more", "rows"),
     [
-        (PLAIN, ("--devices", "2"), 3),
-        (TORCHRUN, (), 3),
-        (PLAIN, ("--devices", "3", "--strategy", "fsdp", "--methods", "coda-p,ncm"), 2),
+        (run, ("--devices", "2"), 3),
+        (partial(run_command, *TORCHRUN), (), 3),
+        (partial(run_ranks, 3, CODA), ("--strategy", "fsdp", "--methods", "coda-p,ncm"), 2),
     ],
     ids=["devices", "torchrun", "fsdp"],
 )
 def test_several_ranks_learn_what_one_learns(
-    start: tuple[str, ...], more: tuple[str, ...], rows: int, tiny: Path, alone: Path,
+    start: Callable[..., Any], more: tuple[str, ...], rows: int, tiny: Path, alone: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    finished = run(*start, *bench(tiny, tmp_path, *more))
+    finished = start(*bench(tiny, tmp_path, *more))
     assert finished.returncode == 0, finished.stderr
     assert len(json.loads(finished.stdout)["rows"]) == rows, "one process speaks"
     assert "Warning" not in finished.stderr
     assert_same_training(tmp_path, alone, rows)
     report = json.loads(next(tmp_path.rglob("environment.json")).read_text())
-    assert report["processes"] == (3 if "3" in more else 2)
+    assert report["processes"] == (3 if "fsdp" in more else 2)
 
 
 @pytest.mark.slow
@@ -98,9 +108,10 @@ def test_pocket_on_two_ranks_equals_one(batch: int, worst: float, tmp_path: Path
     settings = ("--set", "training.epochs=1", "--set", f"training.batch_size={batch}")
     rows = ("--methods", "coda-p,ncm", "--trials", "1")
     given = ("bench", "pocket", *settings, *rows, "--precision", "64-true", "--keep", "--json")
+    plain = (sys.executable, "-m", "coda_prompt")
     for start, more, out in (
-        (PLAIN, (), "one"),
-        (PLAIN, ("--devices", "2"), "two"),
+        (plain, (), "one"),
+        (plain, ("--devices", "2"), "two"),
         (TORCHRUN, (), "three"),
     ):
         command = [*start, *given, *more, "--out", str(tmp_path / out)]
@@ -113,15 +124,19 @@ def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
     drawing_folders: Path, tmp_path: Path
 ) -> None:
     """Also continued, and measured on held-out images, the same by one process and by two."""
-    for name, more in (("one", ()), ("two", ("--devices", "2"))):
-        for task in ("task-1", "task-2"):
-            finished = run(
-                *PLAIN, "learn", str(tmp_path / name), str(drawing_folders / task),
-                *("--method", "coda-p", "--epochs", "1", "--val", "0.15"),
-                *("--precision", "64-true", "--json", *more),
-            )  # fmt: skip
-            assert finished.returncode == 0, finished.stderr
-            report = json.loads(finished.stdout)
+    for name, task, start, more in (
+        ("one", "task-1", run, ()),
+        ("one", "task-2", run, ()),
+        ("two", "task-1", run, ("--devices", "2")),
+        ("two", "task-2", partial(run_ranks, 2, CODA), ()),
+    ):
+        finished = start(
+            "learn", str(tmp_path / name), str(drawing_folders / task),
+            *("--method", "coda-p", "--epochs", "1", "--val", "0.15"),
+            *("--precision", "64-true", "--json", *more),
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+        report = json.loads(finished.stdout)
         assert report["held_out"] == 12
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():
@@ -135,10 +150,9 @@ def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
             assert mine[field] == other[field]
 
 
-def on_two_processes(folder: Path, strategy: str, *lines: str) -> str:
-    """What lines print that both run, with a `fabric` and a `method`."""
-    script = folder / "script.py"
-    script.write_text(
+def on_two_ranks(strategy: str, *lines: str) -> str:
+    """Run lines on both ranks, with a `fabric` and a `method`; return what rank 0 printed."""
+    program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from small import AUGMENTED_VIEWS, brief, patterns, tiny_vit\n"
         "from torch import distributed\n"
@@ -151,14 +165,12 @@ def on_two_processes(folder: Path, strategy: str, *lines: str) -> str:
         "    engine = Engine(AUGMENTED_VIEWS, fabric=fabric)\n"
         + "".join(f"    {line}\n" for line in lines)
     )
-    finished = run(sys.executable, str(script), str(Path(__file__).parent))
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    return run_ranks(2, program, str(Path(__file__).parent)).stdout
 
 
-def test_fsdp_shards_the_frozen_backbone(tmp_path: Path) -> None:
-    printed = on_two_processes(
-        tmp_path, "fsdp",
+def test_fsdp_shards_the_frozen_backbone() -> None:
+    printed = on_two_ranks(
+        "fsdp",
         "whole = sum(p.numel() for p in method.backbone.blocks.parameters())",
         "engine._place(method)",
         "here = sum(p.to_local().numel() for p in method.backbone.blocks.parameters())",
@@ -167,10 +179,10 @@ def test_fsdp_shards_the_frozen_backbone(tmp_path: Path) -> None:
     assert 0.4 < float(printed) < 0.6
 
 
-def test_an_evaluation_counts_every_image_once(tmp_path: Path) -> None:
+def test_an_evaluation_counts_every_image_once() -> None:
     """Fewer images than processes, as many, and a number that cannot be shared out evenly."""
-    printed = on_two_processes(
-        tmp_path, "ddp",
+    printed = on_two_ranks(
+        "ddp",
         "method.begin_task(brief(method, new=2))",
         "see, seen = engine.queries.see, []",
         "engine.queries.see = lambda *given: (seen.extend(given[1].positions), see(*given))[1]",
@@ -186,13 +198,13 @@ def test_an_evaluation_counts_every_image_once(tmp_path: Path) -> None:
     assert counted == [[0], [0, 1], list(range(7))]
 
 
-LONGER = ("--devices", "2", "--set", "training.epochs=16", "--methods", "coda-p")
+LONGER = ("--set", "training.epochs=16", "--methods", "coda-p")
 
 
 @pytest.fixture(scope="module")
 def longer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("longer")
-    finished = run(*PLAIN, *bench(tiny, out, *LONGER))
+    finished = run_ranks(2, CODA, *bench(tiny, out, *LONGER))
     assert finished.returncode == 0, finished.stderr
     return out
 
@@ -202,7 +214,7 @@ def test_an_interrupted_training_on_two_ranks_resumes(
     kind: signal.Signals, tiny: Path, longer: Path, tmp_path: Path
 ) -> None:
     """All are asked to stop; or the second one is killed, which the first one has to notice."""
-    with started(*PLAIN, *bench(tiny, tmp_path, *LONGER)) as process:
+    with started(*bench(tiny, tmp_path, *LONGER, "--devices", "2")) as process:
         wait_for_checkpoint(tmp_path, process)
         if kind == signal.SIGINT:
             os.killpg(process.pid, kind)
@@ -217,7 +229,7 @@ def test_an_interrupted_training_on_two_ranks_resumes(
         else:
             assert process.returncode == 2, printed
             assert "run the same command again" in printed
-    finished = run(*PLAIN, *bench(tiny, tmp_path, *LONGER))
+    finished = run_ranks(2, CODA, *bench(tiny, tmp_path, *LONGER))
     assert finished.returncode == 0, finished.stderr
     assert comparable(tmp_path) == comparable(longer)
 
@@ -230,7 +242,7 @@ def test_an_error_on_any_rank_is_reported_once(tiny: Path, tmp_path: Path) -> No
         (data / "train" / "a" / f"{number}.png").write_bytes(b"no image")
     broken = tmp_path / "tiny.yaml"
     broken.write_text(fields.replace(str(tiny.parent / "data"), str(data)))
-    finished = run(*PLAIN, *bench(broken, tmp_path / "out", "--devices", "2"))
+    finished = run(*bench(broken, tmp_path / "out", "--devices", "2"))
     assert finished.returncode == 2, finished.stderr
     assert finished.stderr.count("none of the formats") == 1
     assert "Traceback" not in finished.stderr
@@ -249,7 +261,7 @@ def test_rank_0_reports_the_error_of_another_rank_while_busy(tmp_path: Path) -> 
         "        raise BadOption('the test', 'image', 'this one is bad')\n"
         "    time.sleep(60)\n"
     )
-    finished = run(sys.executable, str(script))
+    finished = run_command(sys.executable, str(script))
     assert finished.returncode == 2
     assert finished.stderr.strip() == "coda: Option 'image' of the test: this one is bad."
 
@@ -257,12 +269,12 @@ def test_rank_0_reports_the_error_of_another_rank_while_busy(tmp_path: Path) -> 
 def test_impossible_device_options_are_refused(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished = run(*PLAIN, *bench(tiny, tmp_path, "--devices", "2", "--jobs", "2"))
+    finished = run(*bench(tiny, tmp_path, "--devices", "2", "--jobs", "2"))
     assert finished.returncode == 2
     assert "one device each" in finished.stderr
     with pytest.raises(BadOption, match="more than one device"):
         Devices(strategy="fsdp")
-    finished = coda(*bench(tiny, tmp_path / "spread", "--devices", "2", "--strategy", "fsdp"))
+    finished = run(*bench(tiny, tmp_path / "spread", "--devices", "2", "--strategy", "fsdp"))
     assert finished.returncode == 2
     assert "upper-bound trains the backbone" in finished.stderr
     assert not list(tmp_path.rglob("events.jsonl")), "nothing has begun"

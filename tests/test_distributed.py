@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from distributed_run import two_tasks
 from lightning_fabric import Fabric
+from processes import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -38,22 +36,20 @@ def one_process(precision: str) -> Fabric:
     return Fabric(accelerator="cpu", devices=1, precision=precision)
 
 
+@functools.cache
+def learned_by_one_process(name: str, precision: str) -> dict[str, Tensor]:
+    return two_tasks(name, one_process(precision))
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     """Gradients and learned state of two ranks with DDP over gloo, by `precision/method`."""
     found = {}
     for precision in PRECISIONS:
         out = tmp_path_factory.mktemp(precision)
-        script = Path(__file__).parent / "distributed_run.py"
-        with socket.socket() as free_port:
-            free_port.bind(("127.0.0.1", 0))
-            port = str(free_port.getsockname()[1])
-        subprocess.run(
-            [sys.executable, str(script), "2", precision, ",".join(NAMES), str(out)],
-            check=True,
-            timeout=300,
-            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        )
+        program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        program += "import distributed_run; distributed_run.main()"
+        run_ranks(2, program, "2", precision, ",".join(NAMES), str(out))
         for name in NAMES:
             found[f"{precision}/{name}"] = load_file(out / f"{name}.safetensors")
     return found
@@ -96,7 +92,7 @@ def check_learned(key: str, found: Tensor, expected: Tensor, tolerance: float) -
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_accumulated_micro_batches_equal_one_batch(name: str, precision: str) -> None:
-    whole = two_tasks(name, one_process(precision))
+    whole = learned_by_one_process(name, precision)
     parts = two_tasks(name, one_process(precision), micro_batch=4)
     check(name, parts, whole, precision)
 
@@ -112,7 +108,7 @@ def test_accumulating_4_x_32_equals_a_batch_of_128() -> None:
 def test_two_processes_equal_one(
     name: str, precision: str, two_processes: dict[str, dict[str, Tensor]]
 ) -> None:
-    one = two_tasks(name, one_process(precision))
+    one = learned_by_one_process(name, precision)
     if name in TRAINED:
         assert any(key.startswith("gradient.1.") for key in one), "new parameters of task 2"
     two = two_processes[f"{precision}/{name}"]

@@ -435,8 +435,8 @@ def test_queries_beyond_the_memory_lie_in_a_file_and_are_the_same(queries: Any) 
         training = Training(epochs=2, views=1, queries=queries, query_memory=memory)
         engine = Engine(AUGMENTED_VIEWS, training)
         engine.run(method, stream)
-        held = [table.memory > 0 for _, _, table in engine.queries._tables.values()]
-        assert set(held) == {memory > 0}
+        in_memory = [table.memory > 0 for _, _, table in engine.queries._tables.values()]
+        assert set(in_memory) == {memory > 0}
         states.append(method.learned_state())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
@@ -725,13 +725,13 @@ class Reads(MemorySplit):
         ("refuse", 0, BadImage, "a.png: it cannot be decoded"),
     ],
 )
-def test_what_happens_to_a_process_that_reads_images_is_told(
+def test_failure_of_a_loader_process_raises_a_readable_error(
     deed: str, workers: int, kind: type[CodaError], words: str
 ) -> None:
     samples = Samples(Reads(deed), np.arange(8), np.zeros(8, np.int64))
     method = methods.make("coda-p", tiny_vit())
-    before = {name: held.clone() for name, held in method.learned_state().items()}
+    before = {name: tensor.clone() for name, tensor in method.learned_state().items()}
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=4, workers=workers))
     with pytest.raises(kind, match=words):
         engine.learn(method, Task(0, (0,), samples, samples))
-    assert all(torch.equal(held, before[name]) for name, held in method.learned_state().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in method.learned_state().items())

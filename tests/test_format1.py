@@ -61,9 +61,9 @@ def tensors_of(key: str) -> dict[str, np.ndarray]:
 def assert_holds(path: Path, recorded: dict[str, np.ndarray]) -> None:
     """Each recorded tensor is in the file, under whatever name and shape."""
     assert recorded
-    held = load_file(path).values()
+    tensors = load_file(path).values()
     for name, tensor in recorded.items():
-        alike = [other for other in held if other.size == tensor.size]
+        alike = [other for other in tensors if other.size == tensor.size]
         scale = max(1.0, float(np.abs(tensor).max()))
         nearest = min(
             (float(np.abs(other.ravel() - tensor.ravel()).max()) for other in alike),

@@ -100,20 +100,20 @@ def forgery(draw: st.DrawFn) -> Callable[[Any], Any]:
 
     def apply(value: Any) -> Any:
         root = [json.loads(json.dumps(value))]
-        held: Any = root
-        place: Any = 0
+        parent: Any = root
+        key: Any = 0
         for step in steps:
-            inner = held[place]
+            inner = parent[key]
             if not isinstance(inner, dict | list) or not inner:
                 break
             keys = list(inner) if isinstance(inner, dict) else range(len(inner))
-            held, place = inner, keys[step % len(keys)]
-        if how == "remove" and held is not root:
-            del held[place]
-        elif how == "add" and isinstance(held[place], dict):
-            held[place]["strange"] = odd
+            parent, key = inner, keys[step % len(keys)]
+        if how == "remove" and parent is not root:
+            del parent[key]
+        elif how == "add" and isinstance(parent[key], dict):
+            parent[key]["strange"] = odd
         else:
-            held[place] = odd
+            parent[key] = odd
         return root[0]
 
     return apply
@@ -229,7 +229,7 @@ def test_lists(examples: int, tmp_path: Path) -> None:
         found = refused_or_fine(readers[path])
         path.write_bytes(whole)
         for split in () if found is None else (found.train, found.test):
-            assert all(Path(held).is_file() for held in split.paths)
+            assert all(Path(path).is_file() for path in split.paths)
             assert set(split.labels) <= set(range(len(found.class_names)))
 
     fuzz(examples, check, st.sampled_from(list(readers)), damage())
@@ -237,11 +237,11 @@ def test_lists(examples: int, tmp_path: Path) -> None:
 
 @FEW
 def test_embedded_drawings(examples: int) -> None:
-    held = io.BytesIO()
-    np.savez(held, drawings=np.zeros((6, 4, 4), np.uint8), classes=np.array(["a", "b"]))
+    file = io.BytesIO()
+    np.savez(file, drawings=np.zeros((6, 4, 4), np.uint8), classes=np.array(["a", "b"]))
 
     def check(change: Change) -> None:
-        found = refused_or_fine(lambda: pocket._read(io.BytesIO(change(held.getvalue()))))
+        found = refused_or_fine(lambda: pocket._read(io.BytesIO(change(file.getvalue()))))
         if found is not None:
             assert len(found[0]) % len(found[1]) == 0
 
@@ -264,8 +264,8 @@ def test_damaged_models(examples: int, tmp_path: Path) -> None:
         found = refused_or_fine(lambda: store.read_model(tmp_path))
         if found is not None:
             assert found.description == expected.description
-            assert all(torch.equal(found.tensors[name], held)
-                       for name, held in expected.tensors.items())  # fmt: skip
+            assert all(torch.equal(found.tensors[name], tensor)
+                       for name, tensor in expected.tensors.items())  # fmt: skip
 
     fuzz(examples, check, damage())
 
@@ -313,7 +313,7 @@ def test_checkpoints(examples: int, tmp_path: Path) -> None:
             content = (folder / name).read_bytes()
             (folder / name).write_bytes(change(content))
             found = kept_run(folder, "coda-p")[0].learned_state()
-            assert all(torch.equal(found[key], held) for key, held in expected.items())
+            assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
     fuzz(examples, check, st.sampled_from(names), damage())
 
@@ -328,8 +328,7 @@ def test_forged_checkpoints(examples: int, tmp_path: Path) -> None:
             folder = Path(place) / "kept"
             shutil.copytree(tmp_path / "whole", folder)
             for name in names:
-                held = json.loads((folder / name).read_text())
-                content = json.loads(held["content"])
+                content = json.loads(json.loads((folder / name).read_text())["content"])
                 forged = forge(content)
                 if isinstance(forged, dict) and "notes" in forged:
                     forged["notes"] = content["notes"]  # the caller's own
@@ -345,14 +344,14 @@ def test_forged_checkpoints(examples: int, tmp_path: Path) -> None:
 
 
 def encoded(kind: str) -> bytes:
-    held = io.BytesIO()
+    buffer = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 255, (24, 20, 3), np.uint8)
     image = Image.fromarray(pixels)
     if kind == "GIF":
-        image.save(held, kind, save_all=True, append_images=[image.rotate(90)])
+        image.save(buffer, kind, save_all=True, append_images=[image.rotate(90)])
     else:
-        image.save(held, kind)
-    return held.getvalue()
+        image.save(buffer, kind)
+    return buffer.getvalue()
 
 
 @FEW

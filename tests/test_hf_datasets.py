@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import fsspec
 import numpy as np
 import pytest
+from forked import Forked
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -45,9 +45,9 @@ def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def file(shade: int, kind: str = "PNG") -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(np.full((8, 8), shade, np.uint8)).save(held, kind)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((8, 8), shade, np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
 
 
 def write(folder: Path, **parts: dict[str, list[Any]]) -> Path:
@@ -63,8 +63,8 @@ def write(folder: Path, **parts: dict[str, list[Any]]) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     for part, columns in parts.items():
-        held = {"coarse": [0] * len(columns["fine"]), **columns}
-        rows = datasets.Dataset.from_dict(held, features=features)
+        all_columns = {"coarse": [0] * len(columns["fine"]), **columns}
+        rows = datasets.Dataset.from_dict(all_columns, features=features)
         rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
     return folder
 
@@ -323,8 +323,8 @@ def endpoint(dataset: Path, tmp_path: Path) -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             name = next(name for name in folders if f"datasets/{name}" in self.path)
-            held = [folders[name] / own for own in asked["paths"]]
-            self.tell([self.described(own) for own in held if own.is_file()])
+            paths = [folders[name] / path for path in asked["paths"]]
+            self.tell([self.described(path) for path in paths if path.is_file()])
 
         @staticmethod
         def described(own: Path) -> dict[str, Any]:
@@ -389,10 +389,7 @@ def test_datasets_and_shards_are_read_from_a_local_hub(
     def printed(*arguments: str) -> str:
         own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1",
                "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-        finished = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *arguments],
-            capture_output=True, text=True, timeout=120, env={**os.environ, **own},
-        )  # fmt: skip
+        finished = Forked(SCRIPT, *arguments, environment={**os.environ, **own}).completed()
         assert finished.returncode == 0, finished.stderr
         return finished.stdout
 

@@ -155,19 +155,19 @@ def test_reported_accuracy_matches_the_held_out_images() -> None:
     classifier = ContinualClassifier(method="ncm")
     images, labels = drawings(range(12), 20)
     classifier.learn(images, labels, validation=0)
-    held: list[int] = []
+    held_out: list[int] = []
     inner = classifier._make_task
 
-    def noted(*given: Any) -> Any:
+    def recorded(*given: Any) -> Any:
         task = inner(*given)
-        held.extend(task.test.indices.tolist())
+        held_out.extend(task.test.indices.tolist())
         return task
 
-    classifier._make_task = noted  # type: ignore[method-assign]
+    classifier._make_task = recorded  # type: ignore[method-assign]
     images, labels = drawings(range(12, 16), 20)
     learned = classifier.learn(images, labels)
-    chances = classifier.predict_proba(images[held])
-    rows = torch.tensor([classifier.classes_.index(labels[place]) for place in held])
+    chances = classifier.predict_proba(images[held_out])
+    rows = torch.tensor([classifier.classes_.index(labels[place]) for place in held_out])
     own = torch.from_numpy(chances)[:, 12:]
     assert learned.accuracy == pytest.approx(float((chances.argmax(1) == rows.numpy()).mean()))
     assert learned.accuracy_own == pytest.approx(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,41 +35,45 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     """The page's session, run once; what each command printed."""
     folder = tmp_path_factory.mktemp("session")
     (folder / "tools").symlink_to(ROOT / "tools")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     printed = {}
     for number, line in enumerate(block("sh", "coda learn").strip().splitlines()):
-        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-        finished = subprocess.run(
-            line, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=300,
-        )  # fmt: skip
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "coda" and number > 1:  # the first one in the shell, like other programs
+            finished = coda(*arguments, cwd=folder)
+        else:
+            finished = subprocess.run(
+                line, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
+                timeout=300,
+            )  # fmt: skip
         assert finished.returncode == 0, f"{line}: {finished.stderr}"
         printed[f"{number} {line}"] = finished.stdout + finished.stderr
     return folder, printed
 
 
-def said(session: tuple[Path, dict[str, str]], command: str) -> list[str]:
+def printed_by(session: tuple[Path, dict[str, str]], command: str) -> list[str]:
     return [text for line, text in session[1].items() if command in line]
 
 
 def test_commands_of_the_documentation(session: tuple[Path, dict[str, str]]) -> None:
-    first, second, third, again = said(session, "coda learn")
+    first, second, third, again = printed_by(session, "coda learn")
     assert "new: " in first
     assert "watched classes: " in second
     assert "among all 30 classes" in third
     held_out = re.compile(r"on \d+ held-out images: .*")
     assert held_out.findall(third) == held_out.findall(again), "undone and learned again"
-    assert "30 classes in 3 tasks" in said(session, "coda info")[0]
-    assert "back to 20 classes in 2 tasks" in said(session, "coda undo")[0]
-    assert "anvil" in said(session, "coda predict")[0]
-    assert "Accuracy by task" in said(session, "coda evaluate")[0]
+    assert "30 classes in 3 tasks" in printed_by(session, "coda info")[0]
+    assert "back to 20 classes in 2 tasks" in printed_by(session, "coda undo")[0]
+    assert "anvil" in printed_by(session, "coda predict")[0]
+    assert "Accuracy by task" in printed_by(session, "coda evaluate")[0]
 
 
 def test_documented_accuracies_match_the_commands(
     session: tuple[Path, dict[str, str]],
 ) -> None:
     """Within a point, and among its own classes each task is within 5 % of when it was learned."""
-    evaluated = said(session, "coda evaluate")[0]
+    evaluated = printed_by(session, "coda evaluate")[0]
     rows = re.findall(r"│ (\d) .*?│\s+([\d.]+) %\s+│\s+([\d.]+) %\s+│\s+[\d.]+ %\s+│", evaluated)
     documented = re.findall(r"^\| (\d) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.M)
     assert len(rows) == len(documented) == 3

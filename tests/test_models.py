@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from drawings import NAMES, SOURCE, assert_same, drawings, taught, tensors
+from forked import Forked
 from PIL import Image
 from safetensors.torch import save_file
-from small import coda, started_coda
+from small import CODA, coda, started_coda
 from torch.nn import functional as F
 
 import coda_prompt
@@ -60,7 +59,7 @@ def test_saved_model_round_trips(tmp_path: Path) -> None:
 def test_learning_continues_bit_identically_in_another_process(method: str, tmp_path: Path) -> None:
     script = (
         "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[1])\n"
-        "from test_learner import drawings, ContinualClassifier\n"
+        "from drawings import drawings, ContinualClassifier\n"
         "c = ContinualClassifier.load(sys.argv[2])\n"
         "c.learn(*drawings([5, 6]))\n"
         "c.save(sys.argv[2])\n"
@@ -68,8 +67,8 @@ def test_learning_continues_bit_identically_in_another_process(method: str, tmp_
     options = {} if method in ("ranpac", "ncm") else {"epochs": 1}
     whole = taught(range(3), [5, 6], method=method, **options)
     taught(range(3), method=method, **options).save(tmp_path)
-    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120)
+    done = Forked(script, str(Path(__file__).parent), str(tmp_path)).completed()
+    assert done.returncode == 0, done.stderr
     assert_same(whole, ContinualClassifier.load(tmp_path))
 
 
@@ -476,19 +475,31 @@ def test_one_writer_at_a_time(tmp_path: Path, drawing_folders: Path) -> None:
 SLOWLY = [pytest.param(moment / 30, marks=pytest.mark.slow) for moment in range(30)]
 
 
-@pytest.mark.parametrize("moment", [0.7, "saving", *SLOWLY])
-def test_killed_learn_leaves_one_complete_version(
-    moment: float | str, tmp_path: Path, drawing_folders: Path
-) -> None:
-    """SIGKILL while it learns, or as soon as a new file appears; the same command then finishes."""
-    model, second = tmp_path / "model", drawing_folders / "task-2"
+@pytest.fixture(scope="module")
+def two_lessons(
+    drawing_folders: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ContinualClassifier, ContinualClassifier, float]:
+    """A saved model after one lesson, the classifier after one and two, seconds of the second."""
+    model = tmp_path_factory.mktemp("two-lessons") / "model"
     first = ContinualClassifier(method="coda-p", epochs=6)
     first.learn(drawing_folders / "task-1")
     first.save(model)
     whole = ContinualClassifier.load(model)
     started = time.monotonic()
-    whole.learn(second)
-    took = time.monotonic() - started
+    whole.learn(drawing_folders / "task-2")
+    return model, first, whole, time.monotonic() - started
+
+
+@pytest.mark.parametrize("moment", [0.7, "saving", *SLOWLY])
+def test_killed_learn_leaves_one_complete_version(
+    moment: float | str,
+    tmp_path: Path,
+    drawing_folders: Path,
+    two_lessons: tuple[Path, ContinualClassifier, ContinualClassifier, float],
+) -> None:
+    """SIGKILL while it learns, or as soon as a new file appears; the same command then finishes."""
+    saved, first, whole, seconds = two_lessons
+    model, second = shutil.copytree(saved, tmp_path / "model"), drawing_folders / "task-2"
     process = started_coda("learn", str(model), str(second))
     deadline = time.monotonic() + 120
     while not (model / store.OWNER).exists() and time.monotonic() < deadline:
@@ -498,7 +509,7 @@ def test_killed_learn_leaves_one_complete_version(
             assert time.monotonic() < deadline
             time.sleep(0.0002)
     else:
-        time.sleep(float(moment) * took)
+        time.sleep(float(moment) * seconds)
     process.kill()
     process.communicate()
     left = ContinualClassifier.load(model)
@@ -587,8 +598,7 @@ def test_learn_interrupted_while_saving_is_not_repeated(
         "end_lesson": "import os; from coda_prompt.learner import store; "
         "store.end_lesson = lambda *_: os._exit(9)",
     }[where]
-    program = f"{at_once}; from coda_prompt.cli import main; main()"
-    cut = subprocess.run([sys.executable, "-c", program, "learn", str(model), second], timeout=60)
+    cut = Forked(f"{at_once}; {CODA}", "learn", str(model), second).completed()
     assert cut.returncode == 9
     again = coda("learn", str(model), second)
     assert again.returncode == 0, again.stderr

@@ -162,10 +162,10 @@ def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0
     inputs = {name: {"sha256": "0" * 64} for name in ("data", "backbone")}
     (run.folder / "environment.json").write_text(json.dumps(inputs))
     matrix = np.where(np.tri(tasks, dtype=bool), accuracy, np.nan)
-    held = [[None if np.isnan(value) else value for value in line] for line in matrix]
+    rows = [[None if np.isnan(value) else value for value in line] for line in matrix]
     result = {
-        "matrix": held,
-        "own_classes": held,
+        "matrix": rows,
+        "own_classes": rows,
         "test_images": [10] * tasks,
         "parameters": parameter_counts(method, ViT(ViTConfig()).to("meta")),
         "multiply_adds": cost.multiply_adds(benchmark, row, ViTConfig(), sizes)._asdict(),
@@ -188,13 +188,13 @@ def test_parameter_counts_equal_those_of_the_paper(row: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("rows", [[5, 9], [9]])
 def test_forgetting_is_unknown_if_rows_were_not_measured(rows: list[int], tmp_path: Path) -> None:
-    held = paper_run("imagenet-r-10", "coda-p", tmp_path) / "result.json"
-    result = json.loads(held.read_text())
+    path = paper_run("imagenet-r-10", "coda-p", tmp_path) / "result.json"
+    result = json.loads(path.read_text())
     for name in ("matrix", "own_classes"):
         result[name] = [
             line if row in rows else [None] * 10 for row, line in enumerate(result[name])
         ]
-    held.write_text(json.dumps(result))
+    path.write_text(json.dumps(result))
     (line,) = report.rows(runs := report.read_runs(tmp_path))
     assert line["A_N"]["mean"] == pytest.approx(50)
     assert line["F_paper"]["mean"] is line["F_max"]["mean"] is None
@@ -533,8 +533,8 @@ def test_published_numbers_are_shown_only_for_the_benchmark_of_the_paper() -> No
         settings = [f"{path}={json.dumps(value)}" for path, value in changes.items()]
         benchmark = load_benchmark("imagenet-r-10", settings)
         (run,) = runs_of(benchmark.model_copy(update={"trials": 1}), ["coda-p"], Path("x"))
-        held: dict[str, Any] = json.loads(json.dumps(run.config))
-        return held
+        resolved: dict[str, Any] = json.loads(json.dumps(run.config))
+        return resolved
 
     assert report.published_row(config())["A"] == [75.45, 0.56]
     for change in (

@@ -50,10 +50,10 @@ def client(model: Path) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose lessons take several seconds."""
+    """A model whose lessons take a second or more."""
     folder = tmp_path_factory.mktemp("slow") / "model"
-    classifier = ContinualClassifier(method="coda-p", epochs=40)
-    classifier.learn(*drawings(range(4)), epochs=4)
+    classifier = ContinualClassifier(method="coda-p", epochs=16)
+    classifier.learn(*drawings(range(4)), epochs=1)
     classifier.save(folder)
     return folder
 

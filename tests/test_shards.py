@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from forked import Forked
 from small import coda
 
 from coda_prompt import ContinualClassifier
@@ -238,10 +236,7 @@ def test_index_of_a_read_only_folder_is_in_the_user_cache(packed: Path, tmp_path
     )
     for part in ("train", "test"):
         (packed / shard_index.INDEX_NAME.format(part)).unlink(missing_ok=True)
-    found = subprocess.run(
-        [sys.executable, "-c", program, str(packed)],
-        capture_output=True, text=True, env={**os.environ}, timeout=60,
-    )  # fmt: skip
+    found = Forked(program, str(packed)).completed()
     assert found.stdout.strip() == "36", found.stderr
     assert len(list((tmp_path / "cache" / "coda-prompt").iterdir())) == 2
 
