@@ -13,6 +13,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+PATIENCE = 600.0
+"""Seconds to wait for anything: a busy machine is not a failure."""
+
 
 class Forked:
     """A program in a forked process, with the interface of `subprocess.Popen`.
@@ -58,11 +61,11 @@ class Forked:
             self.returncode = int(self._exit_code.read_text())
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 1e9)
+    def wait(self, timeout: float = PATIENCE) -> int:
+        deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.005)
         return code
 
@@ -71,7 +74,7 @@ class Forked:
         stdout, stderr = (path.read_text("utf-8", "surrogateescape") for path in self._files[1:])
         return stdout, stderr
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
         self.wait(timeout)
         return self.output()
 
@@ -85,7 +88,7 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def completed(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def completed(self, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
         """Wait for the end, as `subprocess.run` does; kill it after `timeout` seconds."""
         try:
             output = self.communicate(timeout)

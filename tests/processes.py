@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from forked import Forked
+from forked import PATIENCE, Forked
 from small import CODA
 
 TORCHRUN = (
@@ -27,12 +27,14 @@ ENVIRONMENT = {
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `coda` to its end."""
-    return Forked(CODA, *arguments, environment=ENVIRONMENT).completed(180)
+    return Forked(CODA, *arguments, environment=ENVIRONMENT).completed()
 
 
 def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     """Run another command to its end."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT
+    )
 
 
 def run_ranks(count: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +53,7 @@ def run_ranks(count: int, program: str, *arguments: str) -> subprocess.Completed
         for rank in map(str, range(count))
     ]
     try:
-        done = [rank.completed(180) for rank in ranks]
+        done = [rank.completed() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -73,7 +75,7 @@ def started(*arguments: str, program: str = CODA) -> Iterator[Forked]:
 
 
 def wait_for_checkpoint(out: Path, process: Forked) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while not list(out.rglob("checkpoint-*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from forked import Forked
+from forked import PATIENCE, Forked
 from PIL import Image
 from small import CODA
 
@@ -30,7 +30,7 @@ def served(*arguments: str, before: str = "", **environment: str) -> Iterator[ht
     )  # fmt: skip
     try:
         url = _wait_for_url(process)
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE) as client:
             client.pid = process.pid  # type: ignore[attr-defined]
             yield client
     finally:
@@ -43,7 +43,7 @@ def served(*arguments: str, before: str = "", **environment: str) -> Iterator[ht
 
 
 def _wait_for_url(process: Forked) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         if match := re.search(r"http://\S+(?=\s)", process.output()[1]):
             return match[0]
@@ -70,7 +70,7 @@ def teach(client: httpx.Client, images: Any, labels: list[str]) -> dict[str, Any
 
 def wait_for_job(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     """Wait until a lesson has ended and return its state."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while job["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import PATIENCE
 from PIL import Image
 from small import coda, started_coda
 
@@ -247,7 +248,7 @@ def children_of(process: int) -> list[int]:
     return [int(child) for child in found.split()]
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "waited too long"

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from forked import PATIENCE
 
 from coda_prompt import __version__, cli, shutdown
 from coda_prompt.data import packing
@@ -17,7 +18,7 @@ from coda_prompt.methods import METHODS
 
 def coda(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from coda_prompt.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_version() -> None:

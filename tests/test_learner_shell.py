@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import PATIENCE
 from small import coda
 
 from coda_prompt import ContinualClassifier
@@ -45,7 +46,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
         else:
             finished = subprocess.run(
                 line, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
-                timeout=300,
+                timeout=PATIENCE,
             )  # fmt: skip
         assert finished.returncode == 0, f"{line}: {finished.stderr}"
         printed[f"{number} {line}"] = finished.stdout + finished.stderr
@@ -98,7 +99,9 @@ def test_the_exported_graph_runs_without_torch_and_agrees(
     for name in ("anvil", "cake", "dragon"):
         image = f"sketches/test/{name}/03.png"
         command = [sys.executable, "predict.py", image]
-        shown = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        shown = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE
+        )
         assert shown.returncode == 0, shown.stderr
         label, chance = shown.stdout.strip().rsplit(" ", 1)
         own = classifier.predict_proba([folder / image])[0]

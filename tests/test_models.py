@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from drawings import NAMES, SOURCE, assert_same, drawings, taught, tensors
-from forked import Forked
+from forked import PATIENCE, Forked
 from PIL import Image
 from safetensors.torch import save_file
 from small import CODA, coda, started_coda
@@ -501,7 +501,7 @@ def test_killed_learn_leaves_one_complete_version(
     saved, first, whole, seconds = two_lessons
     model, second = shutil.copytree(saved, tmp_path / "model"), drawing_folders / "task-2"
     process = started_coda("learn", str(model), str(second))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not (model / store.OWNER).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     if moment == "saving":

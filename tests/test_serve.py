@@ -24,6 +24,7 @@ import httpx
 import numpy as np
 import pytest
 from drawings import NAMES, SOURCE, drawings, taught
+from forked import PATIENCE
 from PIL import Image
 from serving import children_of, files, png, served, teach, wait_for_job
 from small import coda
@@ -190,7 +191,7 @@ def test_predictions_during_a_lesson_match_the_version_they_name(model_copy: Pat
 
         def send_requests(start: int) -> None:
             index = start
-            with httpx.Client(base_url=client.base_url, timeout=60) as session:
+            with httpx.Client(base_url=client.base_url, timeout=PATIENCE) as session:
                 while not stop.is_set():
                     body = [("images", ("a.png", bodies[index % len(bodies)]))]
                     answer = session.post("/v1/predict?top=100", files=body)
@@ -227,7 +228,7 @@ def test_predictions_during_a_lesson_match_the_version_they_name(model_copy: Pat
 
 def learning_process(client: httpx.Client, job: dict[str, Any]) -> int:
     """Wait until a lesson is training and return the pid of its process."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         answer = client.get(f"/v1/jobs/{job['id']}").json()
         assert answer["state"] == "running", answer
@@ -264,7 +265,7 @@ def test_killed_service_leaves_model_intact_and_no_orphan_process(model_copy: Pa
         job = teach(client, *drawings(range(8, 14), 20))
         child = learning_process(client, job)
         os.kill(client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not Path(f"/proc/{child}").exists()
@@ -304,7 +305,7 @@ def test_pending_requests_are_answered_before_shutdown(model: Path) -> None:
 
         def ask() -> None:
             address = client.base_url.join("/v1/predict")
-            statuses.append(httpx.post(address, files=files(images), timeout=60).status_code)
+            statuses.append(httpx.post(address, files=files(images), timeout=PATIENCE).status_code)
 
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
@@ -346,7 +347,7 @@ def test_stalled_request_body_times_out(model: Path) -> None:
     )
     with served(str(model), before=short_timeout) as client:
         address = (client.base_url.host, client.base_url.port)
-        with socket.create_connection(address, timeout=20) as half:
+        with socket.create_connection(address, timeout=PATIENCE) as half:
             half.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n"
                          b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
             assert half.recv(12) == b"HTTP/1.1 408"
@@ -390,7 +391,7 @@ def test_invalid_and_too_large_images_are_refused(client: httpx.Client) -> None:
 def test_too_large_body_is_not_read(client: httpx.Client) -> None:
     huge = uploads.MAX_REQUEST_BYTES + 1
     host, port = client.base_url.host, client.base_url.port
-    with socket.create_connection((host, port), timeout=20) as line:
+    with socket.create_connection((host, port), timeout=PATIENCE) as line:
         head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {huge}\r\n\r\n"
         line.sendall(head.encode())
         assert b" 413 " in line.recv(1000).split(b"\r\n")[0]
@@ -579,7 +580,7 @@ def test_curl_examples_of_the_docs(model_copy: Path, tmp_path: Path) -> None:
                 cwd=tmp_path,
                 env={**os.environ, "CODA": str(client.base_url).rstrip("/")},
                 capture_output=True,
-                timeout=60,
+                timeout=PATIENCE,
             )
             assert done.returncode == 0, line
             assert done.stdout, line
