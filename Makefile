@@ -26,8 +26,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Three workers for two cores: many tests wait for processes they start.
 test: lint types
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -24,14 +24,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 SLOWEST = (
-    "devices",
-    "serve",
-    "models",
-    "cluster",
-    "checkpointing",
-    "page",
-    "learner_shell",
-    "contract",
+    *("devices", "serve", "cluster", "page", "learner_shell", "checkpointing", "models"),
+    *("distributed", "contract", "bench"),
 )
 """The slowest test files run first, so that all workers finish at about the same time."""
 

@@ -50,7 +50,7 @@ def test_ctrl_c_before_any_work_ends_in_one_message(
 
 
 @pytest.mark.parametrize("following", [False, True])
-def test_asked_twice_a_process_ends_unless_another_one_ends_it(
+def test_second_signal_exits_at_once_unless_a_parent_decides(
     following: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_parent = threading.Event()

@@ -119,7 +119,7 @@ def test_a_full_space_is_filled_with_random_unit_vectors() -> None:
 
 
 @pytest.mark.parametrize("preset", ["release-2023", "paper"])
-def test_growth_beyond_the_width_goes_on_and_is_said_once(
+def test_growth_beyond_the_width_continues_and_warns_once(
     preset: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     method = coda(components=80, tasks=4, preset=preset, length=2)
@@ -221,7 +221,7 @@ def test_the_small_variant_has_the_papers_sizes() -> None:
     assert (large.config.components, large.config.length) == (100, 8)
 
 
-def test_what_follows_from_frozen_components_is_worked_out_once_and_anew_when_they_change() -> None:
+def test_products_of_frozen_components_are_cached_until_they_change() -> None:
     calls = []
 
     def doubled(tensor: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def test_a_task_of_new_and_known_classes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROMPTED)
-def test_what_was_learned_is_bit_identical_after_later_tasks_with_weight_decay(name: str) -> None:
+def test_frozen_rows_are_bit_identical_after_later_tasks_with_weight_decay(name: str) -> None:
     tasks = stream_of(UNEVEN)
     method = methods.make(name, tiny_vit())
     backbone = method.backbone.fingerprint()
@@ -180,7 +180,7 @@ def test_a_task_of_one_class(name: str, first: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
-def test_one_image_a_class(name: str) -> None:
+def test_tasks_of_one_image_per_class_train(name: str) -> None:
     tasks = stream_of([["0", "1", "2"], ["3", "4"]], train=1)
     method = methods.make(name, tiny_vit())
     driver = engine(epochs=1)
@@ -196,7 +196,7 @@ def test_one_image_a_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_saved_and_loaded_it_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_a_loaded_method_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     method = learned(name)[-1]
     loaded = reloaded(method, tmp_path)
     assert torch.equal(loaded.logits(some_images()), method.logits(some_images()))
@@ -205,7 +205,7 @@ def test_saved_and_loaded_it_gives_the_same_logits(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ("upper-bound",)])
-def test_saved_after_a_task_it_goes_on_to_the_same_result(name: str, tmp_path: Path) -> None:
+def test_a_method_saved_between_tasks_continues_bit_identically(name: str, tmp_path: Path) -> None:
     _, after_two_tasks, after_three_tasks = learned(name)
     tasks = stream_of(UNEVEN)
     loaded = reloaded(after_two_tasks, tmp_path)

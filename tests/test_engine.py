@@ -97,7 +97,7 @@ def test_every_image_is_seen_once_an_epoch_and_the_last_small_batch_is_not_dropp
     assert sorted(watched.labels[4] + watched.labels[5]) == [3] * 5 + [4] * 5
 
 
-def test_batches_are_shuffled_anew_in_every_epoch_and_the_same_for_every_method() -> None:
+def test_batches_are_reshuffled_every_epoch_and_equal_for_every_method() -> None:
     coda, _ = trained("coda-p", queries="cached")
     finetuned, _ = trained("ft++")
     assert coda.labels[:2] != coda.labels[2:4]
@@ -105,7 +105,7 @@ def test_batches_are_shuffled_anew_in_every_epoch_and_the_same_for_every_method(
     assert all(torch.equal(a, b) for a, b in zip(coda.images, finetuned.images, strict=True))
 
 
-def test_an_image_is_augmented_anew_in_every_epoch() -> None:
+def test_every_epoch_augments_an_image_differently() -> None:
     watched, _ = trained("coda-p", batch_size=64)
     first, second = watched.images[:2]
     assert not torch.equal(first.sort(0).values, second.sort(0).values)
@@ -119,7 +119,7 @@ def test_loader_processes_do_not_change_what_is_learned() -> None:
     assert all(torch.equal(tensor, again[key]) for key, tensor in state.items())
 
 
-def test_progress_is_told_in_events() -> None:
+def test_events_report_progress() -> None:
     _, events = trained("coda-p")
     kinds = [event.kind for event in events]
     one_task = ["task", *["step", "step", "epoch"] * 2, "evaluation"]
@@ -156,7 +156,7 @@ def test_the_replay_buffer_is_balanced_and_bounded() -> None:
     assert tasks.tolist() == [0 if row < 3 else 1 for row in method.buffer.frozen[:, 2].tolist()]
 
 
-def test_lwf_holds_old_classes_by_the_outputs_of_the_network_before_the_task() -> None:
+def test_lwf_distils_old_classes_from_the_network_before_the_task() -> None:
     method = methods.make("lwf-mc", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=64))
     engine.learn(method, make_stream(patterns(4, 5), tasks=2).tasks[0])
@@ -204,7 +204,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> Non
     assert method.task_sizes.rows.tolist() == [3, 2], "the task can be learned after all"
 
 
-def test_a_non_finite_gradient_is_noticed_though_its_loss_was_finite() -> None:
+def test_a_non_finite_gradient_of_a_finite_loss_is_detected() -> None:
     (task,) = make_stream(patterns(3, 6), tasks=1).tasks
     method = methods.make("ft", tiny_vit())
     loss = method.loss
@@ -348,7 +348,7 @@ def test_accuracy_among_a_tasks_own_classes_leaves_other_classes_out() -> None:
     assert result.own_classes[1, 0] > result.matrix[1, 0], "it forgot, but not its own differences"
 
 
-def test_rows_that_are_not_measured_are_not_known_and_change_no_other() -> None:
+def test_skipped_evaluations_are_unknown_and_change_no_other_row() -> None:
     stream = make_stream(patterns(10, 4), tasks=5)
     found = []
     for every in (1, 2):
@@ -427,7 +427,7 @@ def test_a_finite_number_of_views_is_exact() -> None:
 
 
 @pytest.mark.parametrize("queries", ["exact", "cached"])
-def test_queries_beyond_the_memory_lie_in_a_file_and_are_the_same(queries: Any) -> None:
+def test_queries_beyond_the_memory_limit_are_stored_in_a_file_unchanged(queries: Any) -> None:
     stream = make_stream(patterns(4, 6), tasks=2)
     states = []
     for memory in (0, 1024):
@@ -453,7 +453,7 @@ def test_recomputed_activations_give_the_same_step() -> None:
         torch.testing.assert_close(states[1][key], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_cached_queries_of_one_backbone_are_not_taken_for_anothers() -> None:
+def test_cached_queries_are_separate_for_each_backbone() -> None:
     stream = make_stream(patterns(4, 5), tasks=2)
     shared = Engine(PLAIN_VIEWS, Training(queries="cached"))
     for seed in (0, 1):
@@ -464,7 +464,7 @@ def test_cached_queries_of_one_backbone_are_not_taken_for_anothers() -> None:
 
 @pytest.mark.parametrize("error", [BadImage("a.png", "is truncated"), KeyboardInterrupt()])
 @pytest.mark.parametrize("name", ["coda-p", "dualprompt", "ft", "lwf-mc", "er-5000", "ranpac"])
-def test_whatever_stops_a_task_leaves_the_method_as_it_was(name: str, error: BaseException) -> None:
+def test_an_interrupted_task_leaves_the_method_unchanged(name: str, error: BaseException) -> None:
     first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make(name, tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
@@ -649,7 +649,7 @@ def test_a_task_that_cannot_begin_leaves_no_trace(
     assert method.task_sizes.rows.tolist() == [3, 2]
 
 
-def test_buffers_written_in_place_are_put_back_too() -> None:
+def test_buffers_changed_in_place_are_restored() -> None:
     first, second = make_stream(patterns(5, 6), tasks=2).tasks
     method = methods.make("ncm", tiny_vit())
     engine = Engine(PLAIN_VIEWS)

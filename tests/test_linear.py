@@ -56,7 +56,7 @@ def test_slices_of_a_weight(calls: list[str]) -> None:
     assert calls == ["none"]
 
 
-def test_gelu_goes_with_the_product_where_nothing_trains(calls: list[str]) -> None:
+def test_gelu_is_fused_with_the_product_if_nothing_trains(calls: list[str]) -> None:
     layer, inputs = frozen(), torch.randn(2, 5, 24)
     expected = F.gelu(F.linear(inputs, layer.weight, layer.bias))
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_all_else_is_left_to_torch(calls: list[str]) -> None:
     assert calls == []
 
 
-def test_what_must_not_go_that_way(calls: list[str]) -> None:
+def test_trainable_bias_and_functional_gradients_use_torch(calls: list[str]) -> None:
     inputs = torch.randn(3, 24)
     layer = frozen()
     layer.bias.requires_grad_(True)
@@ -98,7 +98,7 @@ def test_what_must_not_go_that_way(calls: list[str]) -> None:
         other(torch.randn(3, 7))
 
 
-def test_mistakes_are_those_torch_finds(calls: list[str]) -> None:
+def test_invalid_inputs_raise_the_errors_of_torch(calls: list[str]) -> None:
     layer, inputs = frozen(), torch.randn(3, 24, requires_grad=True)
     product = layer(inputs)
     layer.weight.mul_(2)

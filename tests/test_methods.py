@@ -40,7 +40,7 @@ OF_THE_PAPER = {
 }
 
 
-def test_every_method_of_the_paper_and_two_yardsticks_are_there() -> None:
+def test_registry_has_every_method_of_the_paper_and_two_baselines() -> None:
     assert set(methods.METHODS) == OF_THE_PAPER | {"ncm", "ranpac", "coda-p-ranpac"}
 
 
@@ -246,7 +246,7 @@ def test_ranpac_chooses_its_ridge_on_a_held_out_fifth() -> None:
 
 
 @pytest.mark.parametrize("order", ["sorted", "cyclic"])
-def test_ranpac_does_not_care_in_which_order_images_come(order: str) -> None:
+def test_ranpac_is_independent_of_the_order_of_images(order: str) -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(5).repeat_interleave(20)
     labels = labels if order == "sorted" else labels.view(5, 20).T.flatten()
@@ -260,7 +260,7 @@ def test_ranpac_does_not_care_in_which_order_images_come(order: str) -> None:
     assert (method.scores(fresh).argmax(dim=1) == labels).float().mean() > 0.95
 
 
-def test_ranpac_says_when_a_ridge_is_below_what_its_statistics_resolve(
+def test_ranpac_warns_if_a_ridge_is_below_the_resolution_of_its_statistics(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     method = methods.make("ranpac", tiny_vit(), ridge=1e-9)
@@ -354,7 +354,7 @@ def test_the_key_loss_has_a_weight(name: str) -> None:
     assert float(totals[0].detach().min()) > 0
 
 
-def test_dualprompts_general_prompts_go_on_from_task_to_task() -> None:
+def test_dualprompts_general_prompts_train_in_every_task() -> None:
     method = methods.make("dualprompt", tiny_vit())
     method.begin_task(brief(method, new=2))
     with torch.no_grad():
@@ -409,7 +409,7 @@ def lwf_in_second_task(known: tuple[int, ...] = ()) -> methods.Method:
     return method
 
 
-def test_lwfs_teacher_stays_as_the_network_was() -> None:
+def test_lwfs_teacher_is_the_network_before_the_task() -> None:
     method = lwf_in_second_task()
     images = torch.rand(3, 1, 16, 16)
     before = method.teacher(images)

@@ -226,7 +226,7 @@ def test_a_stop_in_any_stage_resumes_bit_identical(stopped: int, tmp_path: Path)
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_stop_without_a_checkpointer_leaves_the_method_as_it_was() -> None:
+def test_a_stop_without_a_checkpointer_leaves_the_method_unchanged() -> None:
     method, (first, _) = made(), two_tasks()
     polls = iter([False] * 12)
     stopping = engine(should_stop=lambda: next(polls, True))
