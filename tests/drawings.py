@@ -25,7 +25,12 @@ def drawings(rows: range | list[int], count: int = 20, test: bool = False) -> tu
 def taught(
     *tasks: range | list[int], method: str = "ranpac", **options: Any
 ) -> ContinualClassifier:
-    """Return a classifier that has learned the classes of these rows, a task each."""
+    """Return a classifier that has learned the classes of these rows, a task each.
+
+    RanPAC has 256 random features unless `width` is given: 2048, the default, take a second.
+    """
+    if method == "ranpac":
+        options = {"width": 256, **options}
     rows = tuple(tuple(task) for task in tasks)
     return _copy(_taught(rows, method, tuple(sorted(options.items()))))
 

@@ -29,7 +29,7 @@ def test_three_lines_of_python(drawing_folders: Path) -> None:
 
 def test_every_kind_of_data_gives_the_same_model(drawing_folders: Path) -> None:
     """A folder, paths, PIL images, arrays, tensors and a dataset with the same images."""
-    reference = ContinualClassifier(method="ranpac")
+    reference = ContinualClassifier(method="ranpac", width=256)
     reference.learn(drawing_folders / "task-1")
     paths = image_paths([drawing_folders / "task-1"])
     names = [Path(path).parent.name for path in paths]
@@ -55,7 +55,7 @@ def test_every_kind_of_data_gives_the_same_model(drawing_folders: Path) -> None:
         (Pairs(),),
     ]
     for data in kinds:
-        other = ContinualClassifier(method="ranpac")
+        other = ContinualClassifier(method="ranpac", width=256)
         other.learn(*data)
         assert_same(reference, other)
 

@@ -97,7 +97,8 @@ def test_a_model_is_small(tmp_path: Path) -> None:
     classifier = taught(range(3), range(3, 6), method="coda-p", epochs=1)
     classifier.save(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size < 2 * 1_000_000
-    ranpac = taught(range(3))
+    ranpac = ContinualClassifier()
+    ranpac.learn(*drawings(range(3)))
     ranpac.save(tmp_path / "ranpac")
     assert (tmp_path / "ranpac" / "model.safetensors").stat().st_size < 10_000_000
 
@@ -168,9 +169,10 @@ def test_copies_of_an_image_count_as_one() -> None:
 
 
 def test_sums_of_many_images_are_exact() -> None:
-    classifier = taught(range(10))
+    images, names = drawings(range(10))
+    classifier = ContinualClassifier()
+    classifier.learn(images, names)
     inner: Any = classifier._method
-    images, _ = drawings(range(10))
     with torch.no_grad():
         views = torch.stack([_view(classifier, image) for image in images])
         queries = inner.queries(views)
@@ -481,7 +483,7 @@ def two_lessons(
 ) -> tuple[Path, ContinualClassifier, ContinualClassifier, float]:
     """A saved model after one lesson, the classifier after one and two, seconds of the second."""
     model = tmp_path_factory.mktemp("two-lessons") / "model"
-    first = ContinualClassifier(method="coda-p", epochs=6)
+    first = ContinualClassifier(method="coda-p", epochs=3)
     first.learn(drawing_folders / "task-1")
     first.save(model)
     whole = ContinualClassifier.load(model)
