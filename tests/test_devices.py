@@ -198,7 +198,7 @@ def test_an_evaluation_counts_every_image_once() -> None:
     assert counted == [[0], [0, 1], list(range(7))]
 
 
-LONGER = ("--set", "training.epochs=16", "--methods", "coda-p")
+LONGER = ("--set", "training.epochs=8", "--methods", "coda-p")
 
 
 @pytest.fixture(scope="module")
