@@ -145,8 +145,8 @@ def test_frozen_rows_are_bit_identical_after_later_tasks_with_weight_decay(name:
 def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(name: str) -> None:
     method = learned(name)[-1]
     images = some_images(128)
-    together = method.logits(images)
-    alone = torch.cat([method.logits(image[None]) for image in images])
+    together = method.logits(images)[::8]
+    alone = torch.cat([method.logits(image[None]) for image in images[::8]])
     assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
