@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,12 +20,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save, save_file
+from small import coda
 from torch import Tensor
 
 from coda_prompt import errors
 from coda_prompt.model.catalog import (
     CATALOG,
     LoadedBackbone,
+    convert_checkpoint,
     load_backbone,
     load_weights,
     read_weights,
@@ -178,6 +181,7 @@ def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
 def test_catalog_has_the_documented_backbones_and_is_immutable() -> None:
     assert {
         "pocket",
+        "photo",
         "vit-b16-in1k",
         "vit-b16-in21k",
         "deit-tiny",
@@ -254,7 +258,7 @@ def test_catalog_agrees_with_timm() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_checkpoint_with_timm_keys_loads(name: str, checkpoint: Checkpoint) -> None:
     path = checkpoint(zeros(LAYOUTS[name], torch.float16))
-    loaded = load_backbone(str(path), like=name)
+    loaded = load_backbone(f"{name}={path}")
     assert loaded.vit.config == CATALOG[name].config
     assert loaded.preprocessing == CATALOG[name].preprocessing
     assert not loaded.vit.training
@@ -266,7 +270,7 @@ def test_checkpoint_with_timm_keys_loads(name: str, checkpoint: Checkpoint) -> N
 
 def test_every_weight_is_loaded_under_its_name(checkpoint: Checkpoint) -> None:
     tensors = noise(DEIT_TINY)
-    loaded = load_backbone(str(checkpoint(tensors)), like="deit-tiny")
+    loaded = load_backbone(f"deit-tiny={checkpoint(tensors)}")
     weights = loaded.vit.state_dict()
     assert weights.keys() == tensors.keys() - {"head.weight", "head.bias"}
     assert all(torch.equal(weights[name], tensors[name]) for name in weights)
@@ -278,7 +282,7 @@ def test_classifier_head_is_ignored_and_logged(
     heads = {"head_dist.weight": (1000, 192), "head_dist.bias": (1000,)}
     path = checkpoint(zeros({**DEIT_TINY, **heads}))
     with caplog.at_level(logging.INFO, "coda_prompt"):
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
     for key in ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"):
         assert key in caplog.text
 
@@ -286,7 +290,7 @@ def test_classifier_head_is_ignored_and_logged(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_weights_become_float32(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in noise(DEIT_TINY).items()}
-    weights = load_backbone(str(checkpoint(tensors)), like="deit-tiny").vit.state_dict()
+    weights = load_backbone(f"deit-tiny={checkpoint(tensors)}").vit.state_dict()
     for name, weight in weights.items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, tensors[name].float())
@@ -294,7 +298,7 @@ def test_half_precision_weights_become_float32(dtype: torch.dtype, checkpoint: C
 
 def test_dinov2_positions_are_resampled_from_37_to_16(checkpoint: Checkpoint) -> None:
     tensors = noise(DINOV2_SMALL)
-    loaded = load_backbone(str(checkpoint(tensors)), like="dinov2-s14")
+    loaded = load_backbone(f"dinov2-s14={checkpoint(tensors)}")
     position = loaded.vit.pos_embed
     assert position.shape == (1, 1 + 16 * 16, 384)
     assert torch.equal(position[:, :1], tensors["pos_embed"][:, :1])
@@ -318,8 +322,8 @@ def test_original_dinov2_file_with_registers_equals_the_timm_file(
     converted["cls_token"] = original["cls_token"] + original["pos_embed"][:, :1]
     converted["pos_embed"] = original["pos_embed"][:, 1:]
 
-    ours = load_backbone(str(checkpoint(original, "own.safetensors")), like="dinov2-s14-reg")
-    timms = load_backbone(str(checkpoint(converted, "timm.safetensors")), like="dinov2-s14-reg")
+    ours = load_backbone(f"dinov2-s14-reg={checkpoint(original, 'own.safetensors')}")
+    timms = load_backbone(f"dinov2-s14-reg={checkpoint(converted, 'timm.safetensors')}")
     assert ours.vit.fingerprint() == timms.vit.fingerprint()
     assert torch.equal(ours.vit.get_parameter("reg_token"), original["register_tokens"])
 
@@ -328,7 +332,7 @@ def test_original_dinov2_file_without_registers_loads_except_for_the_mask_token(
     checkpoint: Checkpoint,
 ) -> None:
     path = checkpoint(zeros({**DINOV2_SMALL, "mask_token": (1, 384)}))
-    assert load_backbone(str(path), like="dinov2-s14").vit.config.registers == 0
+    assert load_backbone(f"dinov2-s14={path}").vit.config.registers == 0
 
 
 # Files that do not fit
@@ -342,7 +346,7 @@ def edited(**changes: tuple[int, ...] | None) -> dict[str, Tensor]:
 def test_missing_key_is_named(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(**{"blocks.7.attn.proj.bias": None}))
     with pytest.raises(errors.WeightsMismatch, match=r"missing blocks\.7\.attn\.proj\.bias\."):
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
 
 
 def test_unknown_key_is_named(checkpoint: Checkpoint) -> None:
@@ -350,25 +354,25 @@ def test_unknown_key_is_named(checkpoint: Checkpoint) -> None:
     with pytest.raises(
         errors.WeightsMismatch, match=r"unexpected blocks\.3\.attn\.q_norm\.weight\."
     ):
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
 
 
 def test_decoder_of_a_masked_autoencoder_is_rejected(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(mask_token=(1, 1, 512), **{"decoder_embed.weight": (512, 192)}))
     with pytest.raises(errors.WeightsMismatch, match=r"unexpected decoder_embed\.weight\."):
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
 
 
 def test_registers_are_rejected_if_the_architecture_has_none(checkpoint: Checkpoint) -> None:
     path = checkpoint(zeros(DINOV2_SMALL_REGISTERS_ORIGINAL))
     with pytest.raises(errors.WeightsMismatch, match=r"unexpected register_tokens\."):
-        load_backbone(str(path), like="dinov2-s14")
+        load_backbone(f"dinov2-s14={path}")
 
 
 def test_wrong_shape_error_names_the_key_and_both_shapes(checkpoint: Checkpoint) -> None:
     path = checkpoint(edited(**{"blocks.0.mlp.fc1.weight": (700, 192)}))
     with pytest.raises(errors.WeightsMismatch) as caught:
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
     for fact in ("blocks.0.mlp.fc1.weight", "(700, 192)", "(768, 192)", str(path)):
         assert fact in str(caught.value)
 
@@ -381,20 +385,20 @@ def test_positions_of_a_non_square_grid_are_rejected(
 ) -> None:
     path = checkpoint(edited(pos_embed=shape))
     with pytest.raises(errors.WeightsMismatch, match="pos_embed"):
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
 
 
 def test_integer_weights_are_rejected(checkpoint: Checkpoint) -> None:
     tensors = zeros(DEIT_TINY) | {"norm.bias": torch.zeros(192, dtype=torch.int8)}
     with pytest.raises(errors.CorruptFile, match=r"norm\.bias.*int8"):
-        load_backbone(str(checkpoint(tensors)), like="deit-tiny")
+        load_backbone(f"deit-tiny={checkpoint(tensors)}")
 
 
 def test_truncated_file_is_corrupt(checkpoint: Checkpoint) -> None:
     path = checkpoint(zeros(DEIT_TINY))
     os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(errors.CorruptFile, match="is truncated or not a safetensors file"):
-        load_backbone(str(path), like="deit-tiny")
+        load_backbone(f"deit-tiny={path}")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04garbage" * 99, b"PK\x03\x04" + b"\x00" * 999])
@@ -440,10 +444,10 @@ def test_written_backbone_has_the_permissions_of_the_umask(tmp_path: Path) -> No
     assert (tmp_path / "own.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_metadata_takes_precedence_over_like(tmp_path: Path) -> None:
+def test_metadata_takes_precedence_over_the_named_backbone(tmp_path: Path) -> None:
     path = tmp_path / "own.safetensors"
     write_weights(path, small_vit(), Preprocessing(32))
-    loaded = load_backbone(str(path), like="vit-b16-in1k")
+    loaded = load_backbone(f"vit-b16-in1k={path}")
     assert (loaded.vit.config, loaded.preprocessing) == (SMALL_CONFIG, Preprocessing(32))
 
 
@@ -476,7 +480,7 @@ def test_weights_can_be_loaded_into_an_existing_vit(tmp_path: Path) -> None:
 
 def test_loaded_backbone_is_independent_of_its_file(checkpoint: Checkpoint) -> None:
     path = checkpoint(noise(DEIT_TINY))
-    loaded = load_backbone(str(path), like="deit-tiny")
+    loaded = load_backbone(f"deit-tiny={path}")
     before = loaded.vit.fingerprint()
     with open(path, "r+b") as file:
         file.seek(-4_000_000, os.SEEK_END)
@@ -502,50 +506,43 @@ def test_invalid_metadata_is_corrupt(metadata: dict[str, str], fact: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("shapes", "config"),
+    ("shapes", "name", "same_as"),
     [
-        pytest.param(
-            DEIT_TINY, ViTConfig(width=192, heads=3, mlp_width=768), id="plain, with a head"
-        ),
-        pytest.param(
-            DINOV2_SMALL_REGISTERS,
-            ViTConfig(
-                image_size=518,
-                patch_size=14,
-                width=384,
-                heads=6,
-                mlp_width=1536,
-                registers=4,
-                layer_scale=True,
-                position_for_class=False,
-            ),
-            id="registers and LayerScale",
-        ),
-        pytest.param(
-            DINOV2_SMALL_REGISTERS_ORIGINAL,
-            ViTConfig(
-                image_size=518,
-                patch_size=14,
-                width=384,
-                heads=6,
-                mlp_width=1536,
-                registers=4,
-                layer_scale=True,
-            ),
-            id="DINOv2's own names",
-        ),
+        (DEIT_TINY, "deit-tiny", "deit-tiny"),
+        (VIT_BASE, "vit-b16-in1k", "vit-b16-in1k"),
+        (LAYOUTS["vit-b16-in21k"], "vit-b16-in21k", "vit-b16-in21k"),
+        (MAE_BASE, None, "mae-b16"),  # or dino-b16, with the same preprocessing
+        (DINOV2_SMALL, "dinov2-s14", "dinov2-s14"),
+        (DINOV2_SMALL_REGISTERS_ORIGINAL, "dinov2-s14-reg", "dinov2-s14-reg"),
     ],
 )
-def test_architecture_of_a_file_without_metadata_is_inferred_with_a_warning(
-    shapes: Shapes, config: ViTConfig, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+def test_known_file_is_recognised_by_its_tensors(
+    shapes: Shapes,
+    name: str | None,
+    same_as: str,
+    checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = checkpoint(zeros(shapes))
+    path = checkpoint(zeros(shapes, torch.float16))
+    loaded = load_backbone(str(path))
+    assert (loaded.name, loaded.path) == (name or str(path), path)
+    assert loaded.vit.config == CATALOG[same_as].config
+    assert loaded.preprocessing == CATALOG[same_as].preprocessing
+    assert not [entry for entry in caplog.records if entry.levelname == "WARNING"]
+
+
+def test_architecture_of_an_unknown_file_is_inferred_with_a_warning(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ViTConfig(image_size=42, patch_size=14, width=64, depth=2, heads=1, mlp_width=96,
+                       registers=4, layer_scale=True, position_for_class=False)  # fmt: skip
+    path = checkpoint(small_vit(config).state_dict())
     loaded = load_backbone(str(path))
     assert loaded.vit.config == config
-    assert loaded.preprocessing == Preprocessing(config.image_size, 3, (0.5,) * 3, (0.5,) * 3)
-    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
-    assert any("width" in warning and str(path) in warning for warning in warnings)
-    assert any("mean 0.5, std 0.5" in warning for warning in warnings)
+    assert loaded.preprocessing == Preprocessing(42, 3, (0.5,) * 3, (0.5,) * 3)
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    for fact in ("width=64", "mean=(0.5, 0.5, 0.5)", f"NAME={path}"):
+        assert fact in warning
 
 
 @pytest.mark.parametrize(
@@ -565,11 +562,62 @@ def test_file_of_unknown_architecture_asks_for_a_named_backbone(
     assert "Specify the backbone these weights belong to" in str(caught.value)
 
 
-def test_like_must_be_a_known_name_and_requires_a_path(checkpoint: Checkpoint) -> None:
-    with pytest.raises(errors.UnknownName, match="Did you mean 'deit-tiny'"):
-        load_backbone(str(checkpoint(zeros(DEIT_TINY))), like="deit-tin")
-    with pytest.raises(errors.BadOption, match="like"):
-        load_backbone("pocket", like="deit-tiny")
+@pytest.mark.parametrize(
+    ("text", "error", "fact"),
+    [
+        ("deit-tin=/some/file", errors.UnknownName, "Did you mean 'deit-tiny'"),
+        ("deit-tiny=", errors.BadOption, "NAME=PATH"),
+        ("deit-tiny@large", errors.BadOption, "NAME@SIZE"),
+        ("deit-tiny=/no/such/file", errors.MissingData, "there is no such file"),
+        ("pocket@30", errors.BadOption, "not a multiple"),
+    ],
+)
+def test_unusable_backbone_says_how_to_write_it(
+    text: str, error: type[errors.CodaError], fact: str
+) -> None:
+    with pytest.raises(error, match=fact):
+        load_backbone(text)
+
+
+def test_named_size_resamples_positions(checkpoint: Checkpoint) -> None:
+    path = checkpoint(noise(DEIT_TINY))
+    loaded = load_backbone(f"deit-tiny@64={path}")
+    assert (loaded.name, loaded.preprocessing.size) == ("deit-tiny@64", 64)
+    assert loaded.vit.pos_embed.shape == (1, 1 + 4 * 4, 192)
+    assert loaded.vit.features(torch.rand(1, 3, 64, 64)).shape == (1, 192)
+    with pytest.raises(errors.BadOption, match="multiple of its patches of 16"):
+        load_backbone(f"deit-tiny@100={path}")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_pth_file_says_how_to_convert_it_and_the_result_loads(
+    wrapped: bool, tmp_path: Path
+) -> None:
+    path, target = tmp_path / "deit.pth", tmp_path / "deit.safetensors"
+    tensors = noise(DEIT_TINY)
+    content = {f"module.{name}": value for name, value in tensors.items()}
+    torch.save({"state_dict": content, "epoch": 3} if wrapped else tensors, path)
+    with pytest.raises(errors.CorruptFile, match=f"Convert it: coda convert {path} {target}"):
+        load_backbone(f"deit-tiny={path}")
+    assert coda("convert", str(path), str(target)).returncode == 0
+    loaded = load_backbone(str(target))
+    assert loaded.name == "deit-tiny"
+    assert torch.equal(loaded.vit.cls_token, tensors["cls_token"])
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("code-was-run",)
+
+
+def test_conversion_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"cls_token": Malicious()}}, "bad.pth")
+    torch.save({"model": {"weight": torch.ones(1)}}, "other.pth")
+    for name, problem in (("bad", "cannot be read"), ("other", "no cls_token")):
+        with pytest.raises(errors.CorruptFile, match=problem):
+            convert_checkpoint(Path(f"{name}.pth"), Path("out.safetensors"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pth", "other.pth"]
 
 
 def test_embedded_backbone_needs_no_network_and_describes_itself() -> None:
@@ -773,19 +821,35 @@ def test_download_with_a_wrong_hash_is_not_pinned(
     assert not (tmp_path / "coda-prompt-backbones.json").exists()
 
 
-def test_error_without_a_hub_names_the_file_its_path_and_the_embedded_backbone(
-    hub: Hub, tmp_path: Path
+def test_error_without_a_hub_is_fast_and_names_the_file_its_path_and_the_embedded_backbones(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    started = time.monotonic()
     with pytest.raises(errors.BackboneUnavailable) as caught:
         use(unreachable(), tmp_path)
+    assert time.monotonic() - started < 3
+    assert not caplog.records  # no retries
     for fact in (
-        "deit-tiny",
+        "--backbone deit-tiny=PATH",
         f"http://127.0.0.1:9/{REPOSITORY}/resolve/main/model.safetensors",
         str(tmp_path / FOLDER),
-        "'pocket'",
+        "'pocket' and 'photo'",
     ):
         assert fact in str(caught.value)
     assert not (tmp_path / "coda-prompt-backbones.json").exists()
+
+
+def test_hub_that_does_not_answer_fails_within_three_seconds(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lookup(*_: object, **__: object) -> None:
+        threading.Event().wait(60)
+
+    monkeypatch.setattr("socket.getaddrinfo", lookup)
+    started = time.monotonic()
+    with pytest.raises(errors.BackboneUnavailable, match="no answer within"):
+        use(hub, tmp_path)
+    assert time.monotonic() - started < 3
 
 
 def test_pinned_commit_missing_on_the_hub_error_says_how_to_unpin(

@@ -146,7 +146,7 @@ class WeightsMismatch(CodaError):
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(
-            f"{path}: {problem}. Specify the backbone these weights belong to (see "
+            f"{path}: {problem}. Specify the backbone these weights belong to as NAME={path} (see "
             "'coda backbones'), or use another file."
         )
 
@@ -157,9 +157,9 @@ class BackboneUnavailable(CodaError):
     def __init__(self, name: str, url: str, folder: object, cause: str) -> None:
         super().__init__(
             f"The weights of '{name}' could not be downloaded ({cause}). Download {url} on a "
-            f"machine with internet access, then copy its Hugging Face cache folder to {folder} or "
-            "pass the path of the .safetensors file instead of the name. The built-in backbone "
-            "'pocket' needs no download."
+            f"machine with internet access and use the file: --backbone {name}=PATH. Or copy its "
+            f"Hugging Face cache folder to {folder}. The built-in backbones 'pocket' and 'photo' "
+            "need no download."
         )
 
 

@@ -1,6 +1,7 @@
 """Commands that list methods and backbones."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,9 +40,23 @@ def methods(
     Console().print(table)
 
 
+@app.command(epilog="Example: `coda convert deit.pth deit.safetensors`")
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="PyTorch checkpoint (.pth, .pt, .bin).")],
+    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+) -> None:
+    """Convert a PyTorch checkpoint of a ViT to a safetensors file, without running code in it."""
+    from coda_prompt.model.catalog import convert_checkpoint
+
+    convert_checkpoint(checkpoint, out)
+
+
 @app.command(epilog="Example: `coda backbones --json`")
 def backbones(as_json: AsJson = False) -> None:
-    """List the backbones. The path of a .safetensors file can be used instead of a name."""
+    """List the backbones: NAME; NAME@SIZE for another input size; NAME=PATH for a local file.
+
+    Of a .safetensors file that is known or describes itself, the path is enough.
+    """
     from coda_prompt.model.catalog import CATALOG
 
     if as_json:

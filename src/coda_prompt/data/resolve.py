@@ -32,12 +32,8 @@ from coda_prompt.data.folders import (
     is_valid_class_name,
 )
 from coda_prompt.data.hf_datasets import HubSplit
-from coda_prompt.data.images import (
-    SUPPORTED_MODES,
-    apply_exif_orientation,
-    convert_channels,
-    open_image,
-)
+from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
+from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.shards import ShardSplit
@@ -45,9 +41,10 @@ from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Source
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData, UnknownName
 
 Paths = str | os.PathLike[str]
-MAX_SAMPLES = 32
-"""Images of a lesson whose size and colors are examined."""
-THUMBNAIL_SIDE = 128
+MAX_SAMPLES = 40
+"""Images of a lesson whose size and kind are examined."""
+CHECKED_SIDE = 128
+"""Pixels at which JPEGs are decoded to find unreadable ones."""
 
 
 class MemorySplit:
@@ -77,10 +74,11 @@ class MemorySplit:
 
 
 class Sample(NamedTuple):
-    """The size of an image, and the image in RGB with at most `THUMBNAIL_SIDE` pixels a side."""
+    """Size and kind of an image."""
 
     size: tuple[int, int]
-    thumbnail: Image.Image
+    drawing: bool
+    """Whether it is a drawing and not a photograph."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,9 @@ class Labelled:
         """Images at equal distances over the whole split."""
         count = len(self.split)
         indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
-        samples = []
-        for index in indices:  # one at a time: a decoded photograph takes tens of megabytes
-            image = self.split.image(int(index))
-            size = image.size
-            thumbnail = convert_channels(image, 3)
-            thumbnail.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            samples.append(Sample(size, thumbnail))
-        return samples
+        # one at a time: a decoded photograph takes tens of megabytes
+        images = (self.split.image(int(index)) for index in indices)
+        return [Sample(image.size, is_drawing(image)) for image in images]
 
     def counts(self) -> dict[str, int]:
         """Return the number of images of each class."""
@@ -329,7 +322,7 @@ def _leave_out_unreadable(
 
     def problem(index: int) -> BadImage | None:
         try:
-            split.image(index, THUMBNAIL_SIDE).load()
+            split.image(index, CHECKED_SIDE).load()
         except BadImage as error:
             return error
         except BadOption:

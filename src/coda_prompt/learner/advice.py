@@ -1,4 +1,4 @@
-"""Warnings about images before they are learned, and a summary of them."""
+"""Which backbone suits images, warnings before they are learned, and a summary of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coda_prompt.data.images import convert_channels
 from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.errors import join_names
+from coda_prompt.model.catalog import is_embedded
 from coda_prompt.preprocessing import Preprocessing
 
 UNKNOWN = "unknown"
@@ -19,6 +19,8 @@ FEW_IMAGES = 5
 IMBALANCE = 10
 MAX_COMPARED_NAMES = 300
 """With more class names, only equal ones are reported: comparing all pairs would take too long."""
+MIXED = 0.2
+"""Share of sampled images of the other kind from which on a lesson is mixed."""
 
 
 def warnings(
@@ -64,12 +66,36 @@ def warnings(
             f"images are about {side:.0f} px, but the backbone expects {preprocessing.size} px: "
             "they are enlarged and have little detail"
         )
-    if backbone == "pocket" and _are_photographs(images.samples):
-        messages.append(
-            "these look like photographs, but 'pocket' was trained on small sketches: use "
-            "--backbone vit-b16-in21k, or deit-tiny on a slow machine"
-        )
-    return messages
+    return messages + _other_kind(images.samples, backbone)
+
+
+def choose_backbone(samples: Sequence[Sample]) -> tuple[str, str]:
+    """Return the embedded backbone for the majority of the images, and why."""
+    count, drawings = len(samples), sum(sample.drawing for sample in samples)
+    if drawings >= count - drawings:
+        return "pocket", f"pocket: {drawings} of {count} sampled images are drawings"
+    why = f"{count - drawings} of {count} sampled images are photographs"
+    if is_embedded("photo"):
+        return "photo", f"photo: {why}"
+    return "pocket", f"pocket: {why}, but this installation has no backbone for them"
+
+
+def _other_kind(samples: Sequence[Sample], backbone: str) -> list[str]:
+    """Warn if many images are not of the kind that an embedded backbone was trained on."""
+    count, drawings = len(samples), sum(sample.drawing for sample in samples)
+    name = backbone.partition("@")[0]
+    if name == "pocket" and count - drawings > MIXED * count:
+        return [
+            f"{count - drawings} of {count} sampled images look like photographs, but 'pocket' was "
+            "trained on small sketches: for photographs make a model with --backbone photo, or "
+            "vit-b16-in21k"
+        ]
+    if name == "photo" and drawings > MIXED * count:
+        return [
+            f"{drawings} of {count} sampled images look like drawings, but 'photo' was trained on "
+            "photographs: for drawings make a model with --backbone pocket"
+        ]
+    return []
 
 
 def summary(images: Labelled) -> str:
@@ -110,13 +136,3 @@ def _normalized(name: str) -> str:
 def _differ_in_number(first: str, second: str) -> bool:
     """Return whether only digits differ: `type 1` and `type 2` are two classes."""
     return [c for c in first if not c.isdecimal()] == [c for c in second if not c.isdecimal()]
-
-
-def _are_photographs(samples: Sequence[Sample]) -> bool:
-    """Return whether most images are large and have many shades, unlike sketches."""
-    large = [sample.thumbnail for sample in samples if min(sample.size) >= 64]
-    if len(large) <= len(samples) / 2:
-        return False
-    grey = np.stack([np.asarray(convert_channels(image, 1).resize((64, 64))) for image in large])
-    shaded = ((grey > 40) & (grey < 215)).mean(axis=(1, 2))
-    return float(np.median(shaded)) > 0.3

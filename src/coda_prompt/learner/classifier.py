@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from coda_prompt import __version__, methods
@@ -26,6 +26,7 @@ from coda_prompt.errors import (
     BadOption,
     CorruptFile,
     HashMismatch,
+    MissingData,
     ModelChanged,
     NothingToUndo,
     NotLearned,
@@ -41,7 +42,8 @@ from coda_prompt.learner.predictor import OnEvent, Prediction, Predictor
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
 from coda_prompt.methods.options import make_config
-from coda_prompt.model.catalog import CATALOG, load_backbone
+from coda_prompt.model.catalog import CATALOG, load_backbone, parse_backbone
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json, file_sha256
 from coda_prompt.training.checkpointing import Checkpointer
@@ -52,6 +54,8 @@ from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Training
 from coda_prompt.training.snapshot import Snapshot
 
+AUTO = "auto"
+"""The backbone that suits the images of the first lesson."""
 DEFAULT_METHOD = "ranpac"
 MAX_PROJECTION = 2048
 """Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
@@ -67,7 +71,9 @@ class ContinualClassifier:
     Images of earlier lessons are not stored and not needed again.
 
     Args:
-        backbone: A name (`coda backbones` lists them) or the path of a `.safetensors` file.
+        backbone: `auto` (at the first lesson `pocket` for drawings, `photo` for photographs), a
+            name (`coda backbones` lists them), `NAME@SIZE` in pixels, `NAME=PATH` for weights in a
+            local file, or the path of a `.safetensors` file.
         method: A name (`coda methods` lists them) or `path/to/file.py:Class`.
         device: `auto`, `cpu`, `cuda` or `mps`.
         fabric: A launched Fabric, instead of `device`: the devices that share the work. Every
@@ -82,7 +88,7 @@ class ContinualClassifier:
 
     Example:
         ```python
-        classifier = ContinualClassifier(backbone="vit-b16-in21k")
+        classifier = ContinualClassifier()
         classifier.learn("photos")  # photos/cat/*.jpg, photos/dog/*.jpg, ...
         classifier.learn("more-photos")
         classifier.predict(["image.jpg"])
@@ -92,7 +98,7 @@ class ContinualClassifier:
 
     def __init__(
         self,
-        backbone: str = "pocket",
+        backbone: str = AUTO,
         method: str = DEFAULT_METHOD,
         *,
         device: str = "auto",
@@ -101,28 +107,10 @@ class ContinualClassifier:
     ) -> None:
         entry = methods.find(method)
         _check_suitable(entry, method)
-        self.backbone_name, self.method_name = backbone, entry.name
-        self._method_sha256 = entry.sha256
+        self.method_name, self._entry, self._options = entry.name, entry, options
         self._fabric = fabric or Devices(device).fabric()
-        self._backbone = load_backbone(backbone)
-        self._backbone_path = None if backbone in CATALOG else str(Path(backbone).absolute())
-        training = {name: options.pop(name) for name in list(options) if name in _TRAINING_FIELDS}
-        if "width" in entry.type.Config.__dataclass_fields__:
-            width = min(MAX_PROJECTION, 16 * self._backbone.vit.config.width)
-            options = {"width": width, "blend": True, "balance": True, **options}
-        config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
-        self._method = entry.type(self._backbone.vit, config).to(self._fabric.device)
-        self._method.name = entry.name
-        pocket = backbone == "pocket"
-        self._training = make_config(
-            Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
-        )
-        self._views = (
-            Views(self._backbone.preprocessing, POCKET_AUGMENTATION, "squash")
-            if pocket
-            else Views(self._backbone.preprocessing)
-        )
-        self._set_tasks([])
+        self._auto = backbone == AUTO
+        self._build("pocket" if self._auto else backbone)
         self._saved: store.Model | None = None
         """The model as read or written; None if it has changed since."""
         self._previous: store.Model | Path | None = None
@@ -132,10 +120,36 @@ class ContinualClassifier:
         self._home: tuple[Path, str | None] | None = None
         """The folder last read or written, and the hash of the model in it."""
 
-    @cached_property
+    def _build(self, backbone: str) -> None:
+        """Load a backbone and make the method on it, with nothing learned."""
+        entry, options = self._entry, dict(self._options)
+        self._backbone = load_backbone(backbone)
+        self.backbone_name = self._backbone.name
+        self._fingerprint_cache: str | None = None
+        training = {name: options.pop(name) for name in list(options) if name in _TRAINING_FIELDS}
+        if "width" in entry.type.Config.__dataclass_fields__:
+            width = min(MAX_PROJECTION, 16 * self._backbone.vit.config.width)
+            options = {"width": width, "blend": True, "balance": True, **options}
+        config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
+        self._method = entry.type(self._backbone.vit, config).to(self._fabric.device)
+        self._method.name = entry.name
+        pocket = self.backbone_name == "pocket"
+        self._training = make_config(
+            Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
+        )
+        self._views = (
+            Views(self._backbone.preprocessing, POCKET_AUGMENTATION, "squash")
+            if pocket
+            else Views(self._backbone.preprocessing)
+        )
+        self._set_tasks([])
+
+    @property
     def _fingerprint(self) -> str:
         """Hash of the backbone's weights."""
-        return self._backbone.vit.fingerprint()
+        if self._fingerprint_cache is None:
+            self._fingerprint_cache = self._backbone.vit.fingerprint()
+        return self._fingerprint_cache
 
     def _set_tasks(self, tasks: list[TaskRecord]) -> None:
         """Set the lessons learned so far, and all that follows from them."""
@@ -223,9 +237,10 @@ class ContinualClassifier:
         """
         if not 0 <= validation < 1:
             raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
-        engine = self._engine(epochs, queries, stop, on_event)
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad)
+        chosen = self.choose_backbone(images)
+        engine = self._engine(epochs, queries, stop, on_event)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
         warnings = self.warnings(images, watched)
         known, records = self.classes_, self._tasks
@@ -265,7 +280,21 @@ class ContinualClassifier:
             warnings=tuple(warnings),
             left_out=tuple(str(problem) for problem in images.bad),
             forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
+            chosen=chosen,
         )
+
+    def choose_backbone(self, images: Labelled) -> str | None:
+        """Resolve `auto` by the images of the first lesson; later lessons keep the backbone.
+
+        Returns:
+            Which backbone and why; None if there was nothing to choose.
+        """
+        if not self._auto or self._tasks:
+            return None
+        name, reason = advice.choose_backbone(images.samples)
+        if name != self.backbone_name:
+            self._build(name)
+        return reason
 
     def warnings(self, images: Labelled, watched: Labelled | None = None) -> list[str]:
         """Return what a person should know before these images are learned."""
@@ -420,7 +449,8 @@ class ContinualClassifier:
 
         Args:
             folder: The model folder.
-            backbone: Path of the backbone's weights, if they are a file that has moved.
+            backbone: The backbone's weights, if they are a file that has moved: `NAME=PATH` or
+                `PATH`. The fingerprint is checked.
             method: `path/to/file.py:Class`, required if the model was made with a method of your
                 own: a model stores the class name and the hash of the file, but no code.
             device: `auto`, `cpu`, `cuda` or `mps`.
@@ -436,13 +466,9 @@ class ContinualClassifier:
         model = store.read_model(folder)
         options = _checked_options(model.description, folder)
         method = _resolve_method(model.description, method, folder)
-        made_with = model.description.backbone
-        if backbone is None:
-            backbone = made_with.name
-            if made_with.path and backbone not in CATALOG and not Path(backbone).exists():
-                backbone = made_with.path  # the name is relative to another working directory
+        backbone = resolve_backbone(model.description.backbone, backbone, folder)
         classifier = cls(backbone, method, device=device, fabric=fabric, **options)
-        classifier.backbone_name = made_with.name
+        classifier.backbone_name = model.description.backbone.name
         classifier._check_backbone(model.description, folder)
         classifier._set_state(model, folder)
         classifier._saved, classifier._previous = model, folder
@@ -567,7 +593,7 @@ class ContinualClassifier:
                 "validation": validation,
                 "training": dataclasses.asdict(engine.training),
                 "method": [self.method_name, dataclasses.asdict(self._method.config)],
-                **({} if self._method_sha256 is None else {"method_file": self._method_sha256}),
+                **({} if self._entry.sha256 is None else {"method_file": self._entry.sha256}),
                 "backbone": self._fingerprint,
             }
         )
@@ -641,20 +667,20 @@ class ContinualClassifier:
         """Return the description and tensors to save."""
         if self._saved is not None:
             return self._saved
-        state = self._method.learned_state()
+        state, path = self._method.learned_state(), self._backbone.path
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         description = Description(
             format=store.FORMAT,
             coda_prompt=__version__,
             method=self.method_name,
-            method_sha256=self._method_sha256,
+            method_sha256=self._entry.sha256,
             options=as_json(dataclasses.asdict(self._method.config)),
             training=as_json(dataclasses.asdict(self._training)),
             backbone=store.BackboneRecord(
                 name=self.backbone_name,
                 fingerprint=self._fingerprint,
                 revision=self._backbone.revision,
-                path=self._backbone_path,
+                path=None if path is None else str(path.absolute()),
             ),
             pixels=self._preprocessing(),
             classes=self.classes_,
@@ -678,6 +704,8 @@ class ContinualClassifier:
     def _check_backbone(self, description: Description, path: object) -> None:
         if self._fingerprint != description.backbone.fingerprint:
             raise BackboneMismatch(path, description.backbone.fingerprint, self._fingerprint)
+        if self._backbone.path is not None:  # another version may recognise other files
+            self._views = _as_recorded(self._views, description.pixels)
         if self._preprocessing() != description.pixels:
             raise CorruptFile(path, "its preprocessing is not that of its backbone")
 
@@ -704,12 +732,8 @@ def load_or_create(
         BadOption: The model was made with another backbone or method.
     """
     if not (folder / store.MODEL).exists():
-        return ContinualClassifier(backbone or "pocket", method or DEFAULT_METHOD, fabric=fabric)
-    classifier = ContinualClassifier.load(folder, method=method, fabric=fabric)
-    if backbone not in (None, classifier.backbone_name):
-        problem = f"this model was made with {classifier.backbone_name}; make another model"
-        raise BadOption("coda learn", "backbone", f"{problem} for {backbone}")
-    return classifier
+        return ContinualClassifier(backbone or AUTO, method or DEFAULT_METHOD, fabric=fabric)
+    return ContinualClassifier.load(folder, backbone=backbone, method=method, fabric=fabric)
 
 
 _TRAINING_FIELDS = frozenset(field.name for field in dataclasses.fields(Training))
@@ -736,6 +760,41 @@ def _checked_options(description: Description, path: object) -> dict[str, Any]:
         raise CorruptFile(path, "its options are not those of a method and a training")
     # The number of loader processes depends on the machine, not on the model.
     return {**description.options, **description.training, "workers": 0}
+
+
+def resolve_backbone(made_with: store.BackboneRecord, named: str | None, folder: Path) -> str:
+    """Return the backbone to load, after checking that the model may have been made with it.
+
+    Whether it was is decided by the fingerprint of what is loaded.
+    """
+    known = made_with.name.partition("@")[0] in CATALOG
+    if named not in (None, AUTO, made_with.name):
+        entry, _, path = parse_backbone(str(named))
+        if path is None or (entry is not None and entry.name != made_with.name.partition("@")[0]):
+            problem = f"{folder} was made with {made_with.name}; make another model for {named}"
+            raise BadOption("the model", "backbone", problem)
+        return f"{made_with.name}={path}" if known else str(path)
+    if made_with.path is None or (not known and Path(made_with.name).exists()):
+        return made_with.name
+    if not Path(made_with.path).exists():
+        remedy = "Name it where it is now: --backbone PATH (backbone=... in Python)."
+        raise MissingData(made_with.path, f"the backbone of {folder} is not there", remedy)
+    return f"{made_with.name}={made_with.path}" if known else made_with.path
+
+
+def _as_recorded(views: Views, pixels: dict[str, Any]) -> Views:
+    """Return views with the normalisation a model was made with, if that is possible."""
+    fields = {name: value for name, value in pixels.items() if name != "resize"}
+    try:
+        recorded = TypeAdapter(Preprocessing).validate_python(fields)
+    except ValidationError:
+        return views
+    fits = len(recorded.mean) == len(recorded.std) == recorded.channels
+    same = (recorded.size, recorded.channels) == (
+        views.preprocessing.size,
+        views.preprocessing.channels,
+    )
+    return dataclasses.replace(views, preprocessing=recorded) if fits and same else views
 
 
 def _resolve_method(description: Description, named: str | None, folder: Path) -> str:

@@ -1,14 +1,15 @@
 """Backbones by name: architecture, preprocessing and where their weights are.
 
-The path of a `.safetensors` file can be used instead of a name.
+A backbone is written `NAME`, `NAME@SIZE` (other input size), `NAME=PATH` (its weights in a local
+file) or `PATH` (any `.safetensors` file).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +20,12 @@ from coda_prompt.errors import BadOption, UnknownName
 from coda_prompt.model import download
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.model.weights import (
+    convert_checkpoint,
+    expected_layout,
     infer_config,
     load_weights,
     read_description,
+    read_layout,
     read_weights,
     write_weights,
 )
@@ -32,8 +36,11 @@ __all__ = [
     "CATALOG",
     "Backbone",
     "LoadedBackbone",
+    "convert_checkpoint",
+    "is_embedded",
     "load_backbone",
     "load_weights",
+    "parse_backbone",
     "read_weights",
     "write_weights",
 ]
@@ -54,6 +61,8 @@ class Backbone:
     """None if stated in the file's metadata, as in embedded files."""
     preprocessing: Preprocessing | None
     """None if stated in the file's metadata."""
+    classes: int = 0
+    """Rows of the classifier in the file, which is not used; 0: none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +70,14 @@ class LoadedBackbone:
     """A frozen ViT in evaluation mode and its origin."""
 
     name: str
+    """As in the catalogue, with the size if one was given; of an unknown file, its path."""
     vit: ViT
     preprocessing: Preprocessing
     sha256: str
     revision: str | None
     """Commit of the hub repository; None if the file was not downloaded."""
+    path: Path | None = None
+    """The local file; None if it is embedded or was downloaded."""
 
 
 _TINY = ViTConfig(width=192, heads=3, mlp_width=768)
@@ -87,29 +99,32 @@ _MEAN_STD_HALF = Preprocessing()
 _IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
+def _embedded(name: str, file: str, description: str) -> Backbone:
+    return Backbone(name, description, file, None, None, None)
+
+
 def _on_hub(
-    name: str, repository: str, config: ViTConfig, preprocessing: Preprocessing, description: str
+    name: str,
+    repository: str,
+    config: ViTConfig,
+    preprocessing: Preprocessing,
+    description: str,
+    classes: int = 0,
 ) -> Backbone:
-    return Backbone(
-        name, description, "model.safetensors", f"timm/{repository}", config, preprocessing
-    )
+    file, repository = "model.safetensors", f"timm/{repository}"
+    return Backbone(name, description, file, repository, config, preprocessing, classes)
 
 
 _BACKBONES = (
-    Backbone(
-        "pocket",
-        "small ViT embedded in this package; no download",
-        "pocket-vit.safetensors",
-        None,
-        None,
-        None,
-    ),
+    _embedded("pocket", "pocket-vit.safetensors", "small ViT for drawings; no download"),
+    _embedded("photo", "photo-vit.safetensors", "ViT-S/14 for photographs; no download"),
     _on_hub(
         "vit-b16-in1k",
         "vit_base_patch16_224.augreg_in21k_ft_in1k",
         _BASE,
         _MEAN_STD_HALF,
         "ViT-B/16 of the paper, ImageNet-21k then ImageNet-1k; about 346 MB",
+        1000,
     ),
     _on_hub(
         "vit-b16-in21k",
@@ -117,6 +132,7 @@ _BACKBONES = (
         _BASE,
         _MEAN_STD_HALF,
         "ViT-B/16, ImageNet-21k only; about 410 MB",
+        21843,
     ),
     _on_hub(
         "deit-tiny",
@@ -124,6 +140,7 @@ _BACKBONES = (
         _TINY,
         _IMAGENET,
         "DeiT-Tiny/16, ImageNet-1k; about 23 MB",
+        1000,
     ),
     _on_hub(
         "deit-small",
@@ -131,6 +148,7 @@ _BACKBONES = (
         _SMALL,
         _IMAGENET,
         "DeiT-Small/16, ImageNet-1k; about 88 MB",
+        1000,
     ),
     _on_hub(
         "dino-s16",
@@ -174,100 +192,138 @@ CATALOG: Mapping[str, Backbone] = MappingProxyType(
 )
 
 
+def parse_backbone(text: str) -> tuple[Backbone | None, int | None, Path | None]:
+    """Split `NAME`, `NAME@SIZE`, `NAME=PATH`, `NAME@SIZE=PATH` or `PATH` into its parts.
+
+    Raises:
+        BadOption: The size is not a number.
+        UnknownName: It is neither a name in `CATALOG` nor a path.
+    """
+    before, equals, path = text.partition("=")
+    name, at, size = before.partition("@")
+    if name not in CATALOG:
+        misnamed = bool(equals) and Path(before).name == before and not Path(text).is_file()
+        if misnamed or not _looks_like_path(text):
+            raise UnknownName("backbone", name, CATALOG)
+        return None, None, Path(text)
+    if (at and not size.isdecimal()) or (equals and not path):
+        problem = f"'{text}' is none of NAME, NAME@SIZE, NAME=PATH and PATH"
+        raise BadOption("the backbone", "name", problem)
+    return CATALOG[name], int(size) if at else None, Path(path) if equals else None
+
+
+def is_embedded(name: str) -> bool:
+    """Return whether the weights of a named backbone are part of this installation."""
+    with _embedded_file(CATALOG[name]) as path:
+        return path.is_file()
+
+
 def load_backbone(
-    name_or_path: str,
-    like: str | None = None,
-    *,
-    cache: Path | None = None,
-    endpoint: str | None = None,
+    text: str, *, cache: Path | None = None, endpoint: str | None = None
 ) -> LoadedBackbone:
-    """Load a frozen backbone by name or from a `.safetensors` file.
+    """Load a frozen backbone by name, from a local file, or both.
+
+    A file's metadata state architecture and preprocessing; otherwise they are those of the named
+    backbone, else of the one in the catalogue with the same tensors, else inferred with a warning.
 
     Args:
-        name_or_path: a name in `CATALOG`, or a path.
-        like: for a path, the named backbone whose architecture and preprocessing apply if the
-            file's metadata does not state them. By default they are inferred, with a warning.
-        cache: folder of the hub's cache; by default that of huggingface_hub.
+        text: `NAME`, `NAME@SIZE` (pixels; positions are resampled), `NAME=PATH` or `PATH`.
+        cache: Folder of the hub's cache; by default that of huggingface_hub.
         endpoint: URL of the hub; by default that of huggingface_hub.
 
     Raises:
-        UnknownName: there is no such backbone.
-        BackboneUnavailable: the weights cannot be downloaded.
+        BadOption: The size does not fit the patches.
+        UnknownName: There is no such backbone.
+        BackboneUnavailable: The weights cannot be downloaded.
+        WeightsMismatch: A file does not have the tensors of the named backbone.
 
     Example:
-        >>> backbone = load_backbone("pocket")
+        >>> backbone = load_backbone("photo@224")
         >>> features = backbone.vit.features(images)
     """
-    if name_or_path not in CATALOG:
-        if not _looks_like_path(name_or_path):
-            raise UnknownName("backbone", name_or_path, CATALOG)
-        return _load(name_or_path, Path(name_or_path), *_describe(Path(name_or_path), like))
-    if like is not None:
-        problem = f"is for weights given by path; '{name_or_path}' is a named backbone"
-        raise BadOption("the backbone", "like", problem)
-    backbone = CATALOG[name_or_path]
-    if backbone.repository is None:
-        with _embedded(backbone) as path:
-            return _load(backbone.name, path, *_describe(path))
-    path, pin = download.fetch(
-        backbone.name, backbone.repository, backbone.file, cache=cache, endpoint=endpoint
-    )
-    return _load(backbone.name, path, *_architecture(backbone), pin)
+    backbone, size, local = parse_backbone(text)
+    name, pin = text.partition("=")[0] if backbone else text, None
+    with contextlib.ExitStack() as stack:
+        if local is not None:
+            path = local
+            config, preprocessing, recognised = _describe(path, backbone)
+            name = name if backbone else recognised or text
+        elif backbone is not None and backbone.repository is not None:
+            path, pin = download.fetch(
+                backbone.name, backbone.repository, backbone.file, cache=cache, endpoint=endpoint
+            )
+            config, preprocessing = _architecture(backbone)
+        else:
+            assert backbone is not None
+            path = stack.enter_context(_embedded_file(backbone))
+            config, preprocessing = _architecture(backbone)
+        if size is not None:
+            config, preprocessing = _resized(config, preprocessing, size)
+        with torch.device("meta"):
+            vit = ViT(config)
+        load_weights(vit, path)
+        vit.requires_grad_(False).eval()
+        sha256, revision = (pin.sha256, pin.revision) if pin else (file_sha256(path), None)
+    return LoadedBackbone(name, vit, preprocessing, sha256, revision, local)
 
 
-def _load(
-    name: str,
-    path: Path,
-    config: ViTConfig,
-    preprocessing: Preprocessing,
-    pin: download.Pin | None = None,
-) -> LoadedBackbone:
-    with torch.device("meta"):
-        vit = ViT(config)
-    load_weights(vit, path)
-    vit.requires_grad_(False).eval()
-    if pin is None:
-        return LoadedBackbone(name, vit, preprocessing, file_sha256(path), None)
-    return LoadedBackbone(name, vit, preprocessing, pin.sha256, pin.revision)
+def _resized(
+    config: ViTConfig, preprocessing: Preprocessing, size: int
+) -> tuple[ViTConfig, Preprocessing]:
+    """Return the same architecture for images of another size."""
+    if config.stem or size % config.patch_size or not size:
+        problem = f"{size} px is not a multiple of its patches of {config.patch_size} px"
+        raise BadOption("the backbone", "size", problem)
+    return replace(config, image_size=size), replace(preprocessing, size=size)
 
 
-def _describe(path: Path, like: str | None = None) -> tuple[ViTConfig, Preprocessing]:
-    """Return architecture and preprocessing: from the metadata, else of `like`, else inferred."""
+def _describe(path: Path, named: Backbone | None) -> tuple[ViTConfig, Preprocessing, str | None]:
+    """Return architecture, preprocessing and the name of a file that is known by its tensors."""
     config, preprocessing = read_description(path)
-    if like is not None:
-        if like not in CATALOG:
-            raise UnknownName("backbone", like, CATALOG)
-        like_config, like_preprocessing = _architecture(CATALOG[like])
-        return config or like_config, preprocessing or like_preprocessing
-    if config is None:
-        config = infer_config(path)
-        log.warning(
-            "%s does not state its architecture. Inferred from its tensors: %s. If that is wrong, "
-            "name a backbone with the same architecture.",
-            path,
-            config,
-        )
-    if preprocessing is None:
-        half = (0.5,) * config.channels
-        preprocessing = Preprocessing(config.image_size, config.channels, half, half)
-        log.warning(
-            "%s does not state its preprocessing. Assumed: %d x %d pixels, mean 0.5, std 0.5.",
-            path,
-            preprocessing.size,
-            preprocessing.size,
-        )
-    return config, preprocessing
+    if config is not None and preprocessing is not None:
+        return config, preprocessing, None
+    candidates = [named] if named else _recognise(path)
+    if candidates:
+        config_named, preprocessing_named = _architecture(candidates[0])
+        name = candidates[0].name if len(candidates) == 1 else None
+        return config or config_named, preprocessing or preprocessing_named, name
+    config = config or infer_config(path)
+    half = (0.5,) * config.channels
+    preprocessing = preprocessing or Preprocessing(config.image_size, config.channels, half, half)
+    log.warning(
+        "%s does not state its architecture and preprocessing, and its tensors are not those of "
+        "one backbone in the catalogue. Assumed: %s; %s. If that is wrong, name the backbone it "
+        "belongs to: NAME=%s ('coda backbones' lists the names).",
+        path,
+        config,
+        preprocessing,
+        path,
+    )
+    return config, preprocessing, None
+
+
+def _recognise(path: Path) -> list[Backbone]:
+    """Return the backbones with the tensors of a file, if they share the preprocessing."""
+    shapes, classes = read_layout(path)
+    same = [
+        backbone
+        for backbone in CATALOG.values()
+        if backbone.config is not None and expected_layout(backbone.config) == shapes
+    ]
+    candidates = [backbone for backbone in same if backbone.classes == classes] or same
+    return candidates if len({backbone.preprocessing for backbone in candidates}) == 1 else []
 
 
 def _architecture(backbone: Backbone) -> tuple[ViTConfig, Preprocessing]:
     if backbone.config is not None and backbone.preprocessing is not None:
         return backbone.config, backbone.preprocessing
-    with _embedded(backbone) as path:
-        return _describe(path)
+    with _embedded_file(backbone) as path:
+        config, preprocessing, _ = _describe(path, None)
+        return config, preprocessing
 
 
-@contextmanager
-def _embedded(backbone: Backbone) -> Iterator[Path]:
+@contextlib.contextmanager
+def _embedded_file(backbone: Backbone) -> Iterator[Path]:
     asset = resources.files("coda_prompt") / "assets" / backbone.file
     with resources.as_file(asset) as path:
         yield path

@@ -28,7 +28,14 @@ from coda_prompt.storage.files import write_atomically
 log = logging.getLogger(__name__)
 
 Description = TypeVar("Description", ViTConfig, Preprocessing)
+Value = TypeVar("Value")
+Layout = dict[str, tuple[int, ...]]
+"""Names and shapes of tensors."""
 
+PICKLED = (".pth", ".pt", ".bin", ".ckpt")
+"""Endings of PyTorch checkpoints."""
+CHECKPOINT_ENTRIES = ("model", "state_dict", "model_state_dict", "teacher", "student", "module")
+"""Where checkpoints have their weights, first match first."""
 _FIRST_MLP = "blocks.0.mlp.fc1.weight"
 
 
@@ -44,8 +51,7 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
         MissingData: the file does not exist or cannot be read.
     """
     tensors = _drop_unused(path, _read_tensors(path))
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in ViT(config).state_dict().items()}
+    expected = _shapes(config)
     if "reg_token" in expected and "register_tokens" in tensors:
         tensors["reg_token"] = tensors.pop("register_tokens")
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
@@ -58,8 +64,7 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
     for name, shape in expected.items():
         if weights[name].shape != shape:
             problem = (
-                f"'{name}' has shape {tuple(weights[name].shape)}, the architecture needs "
-                f"{tuple(shape)}"
+                f"'{name}' has shape {tuple(weights[name].shape)}, the architecture needs {shape}"
             )
             raise WeightsMismatch(path, problem)
     return weights
@@ -81,6 +86,37 @@ def write_weights(path: Path, vit: ViT, preprocessing: Preprocessing) -> None:
     write_atomically(path, save(tensors, metadata))
 
 
+def convert_checkpoint(source: Path, target: Path) -> None:
+    """Write the tensors of a PyTorch checkpoint as a safetensors file, without running its code.
+
+    The weights may be in an entry such as `model` or `state_dict`, and have a common prefix such as
+    `module.` or `backbone.` in their names.
+
+    Raises:
+        CorruptFile: It is not a checkpoint of a ViT, or has other objects than tensors.
+        MissingData: It does not exist.
+    """
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise MissingData(source, "there is no such file", "Name a checkpoint.") from error
+    except Exception as error:  # damaged files raise anything
+        problem = f"cannot be read as weights ({str(error).splitlines()[0]})"
+        raise CorruptFile(source, problem) from error
+    while isinstance(content, Mapping) and not any(name.endswith("cls_token") for name in content):
+        inner = [content[key] for key in CHECKPOINT_ENTRIES if key in content]
+        content = inner[0] if inner else None
+    if not isinstance(content, Mapping):
+        raise CorruptFile(source, "has no weights of a ViT (no cls_token)")
+    prefix = min((name for name in content if name.endswith("cls_token")), key=len)[:-9]
+    tensors = {
+        name.removeprefix(prefix): value.detach().clone().contiguous()
+        for name, value in content.items()
+        if name.startswith(prefix) and isinstance(value, Tensor)
+    }
+    write_atomically(target, save(tensors, {"format": "pt"}))
+
+
 def read_description(path: Path) -> tuple[ViTConfig | None, Preprocessing | None]:
     """Return architecture and preprocessing from the file's metadata; None if not stated."""
     with _open(path) as file:
@@ -91,6 +127,34 @@ def read_description(path: Path) -> tuple[ViTConfig | None, Preprocessing | None
         if "pixels" in metadata
         else None,
     )
+
+
+def read_layout(path: Path) -> tuple[Layout, int]:
+    """Return the shapes of a ViT's tensors for any square grid, and the rows of its classifier."""
+    with _open(path) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    classes = shapes.get("head.weight", (0,))[0]
+    layout = _drop_unused(path, shapes)
+    if "register_tokens" in layout:
+        layout["reg_token"] = layout.pop("register_tokens")
+    return _for_any_grid(layout), classes
+
+
+def expected_layout(config: ViTConfig) -> Layout:
+    """Return what `read_layout` finds in a file of this architecture."""
+    return _for_any_grid(_shapes(config))
+
+
+def _for_any_grid(layout: Layout) -> Layout:
+    shape = layout.get("pos_embed", ())
+    if len(shape) == 3 and (_is_square(shape[1]) or _is_square(shape[1] - 1)):
+        return layout | {"pos_embed": (shape[0], 0, shape[2])}
+    return layout
+
+
+def _shapes(config: ViTConfig) -> Layout:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in ViT(config).state_dict().items()}
 
 
 def infer_config(path: Path) -> ViTConfig:
@@ -131,6 +195,9 @@ def _open(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
+        if path.suffix in PICKLED:
+            remedy = f"Convert it: coda convert {path} {path.with_suffix('.safetensors')}"
+            raise CorruptFile(path, "is not a safetensors file", remedy) from error
         raise CorruptFile(path, f"is truncated or not a safetensors file ({error})") from error
     except OSError as error:
         raise MissingData(path, f"cannot be read ({error})", "Check its permissions.") from error
@@ -143,7 +210,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in names}
 
 
-def _drop_unused(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _drop_unused(path: Path, tensors: dict[str, Value]) -> dict[str, Value]:
     """Drop the classifier head and DINOv2's mask token, which features do not depend on."""
     heads = sorted(name for name in tensors if name.startswith(("head.", "head_dist.")))
     if heads:
