@@ -72,4 +72,14 @@ def test_there_is_no_pickle_and_no_eval() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        assert not attributes & {"torch.load", "torch.save"}, path
+        assert "torch.save" not in attributes, path
+        # torch.load may read a user's checkpoint, as tensors only; a bare reference is none.
+        safe = sum(
+            ast.unparse(node.func) == "torch.load"
+            and "weights_only=True" in [ast.unparse(each) for each in node.keywords]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+        )
+        used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        assert sum(ast.unparse(node) == "torch.load" for node in used) == safe, path
+        assert not safe or path.name == "weights.py", path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,8 @@ class Preprocessing:
         return Preprocessing(
             self.size, self.channels, (0.0,) * self.channels, (1.0,) * self.channels, "bilinear"
         )
+
+
+def input_kind(channels: int) -> Literal["drawing", "photograph"]:
+    """Return what images a backbone is for: one with grey input is for drawings."""
+    return "drawing" if channels == 1 else "photograph"

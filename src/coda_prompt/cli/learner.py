@@ -17,6 +17,7 @@ from coda_prompt.cli.options import (
     AsCsv,
     AsJson,
     Backbone,
+    BackboneFile,
     Device,
     Epochs,
     Folder,
@@ -52,6 +53,7 @@ from coda_prompt.errors import (
     MissingData,
     join_names,
 )
+from coda_prompt.preprocessing import input_kind
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
@@ -149,6 +151,7 @@ def predict(
     images: Images,
     top: Top = 5,
     unknown_below: UnknownBelow = 0.0,
+    backbone: BackboneFile = None,
     method: MethodFile = None,
     device: Device = "auto",
     skip_bad: SkipBad = False,
@@ -161,7 +164,7 @@ def predict(
 
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
-    predictor = ContinualClassifier.load(model, method=method, device=device).predictor
+    classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
     if images == ["-"]:
         images = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     paths = image_paths(images)
@@ -171,7 +174,7 @@ def predict(
     if not paths:
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
     with LearnerProgress(stderr_console()) as progress:
-        predictions = predictor.predict(
+        predictions = classifier.predictor.predict(
             paths,
             top=top,
             unknown_below=unknown_below,
@@ -191,6 +194,7 @@ def predict(
 def evaluate(
     model: Model,
     folder: Folder,
+    backbone: BackboneFile = None,
     method: MethodFile = None,
     device: Device = "auto",
     skip_bad: SkipBad = False,
@@ -200,7 +204,7 @@ def evaluate(
     from coda_prompt.learner.card import percent
     from coda_prompt.learner.classifier import ContinualClassifier
 
-    classifier = ContinualClassifier.load(model, method=method, device=device)
+    classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
     with LearnerProgress(stderr_console()) as progress:
         evaluation = classifier.evaluate(folder, skip_bad=skip_bad, on_event=progress.on_event)
     for problem in evaluation.left_out:
@@ -232,12 +236,19 @@ def evaluate(
 
 
 @app.command(epilog="Example: `coda info my-model`")
-def info(model: Model, as_json: AsJson = False) -> None:
-    """Show what a model has learned, when, and its size. Does not need the backbone."""
+def info(model: Model, backbone: BackboneFile = None, as_json: AsJson = False) -> None:
+    """Show what a model has learned, when, its size and its backbone.
+
+    The backbone is only needed to check whether a file is it (--backbone).
+    """
     from coda_prompt.learner import store
     from coda_prompt.learner.card import percent
 
     description = store.read_model(model).description
+    if backbone is not None:
+        from coda_prompt.learner.classifier import check_backbone
+
+        check_backbone(description.backbone, backbone, model)
     sizes = store.size_on_disk(model)
     if as_json:
         print_json({**description.model_dump(mode="json"), "bytes": sizes})
@@ -250,6 +261,15 @@ def info(model: Model, as_json: AsJson = False) -> None:
         f"{decode_file_name(str(model))}: {len(description.classes)} classes in "
         f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
+    )
+    made_on, pixels = description.backbone, description.pixels
+    origin = f", file {decode_file_name(made_on.path)}" if made_on.path else ""
+    if made_on.path and backbone is None and not Path(made_on.path).exists():
+        origin += " (not there: name it with --backbone when you use the model)"
+    print_line(
+        console,
+        f"backbone {made_on.name}, for {input_kind(pixels['channels'])}s of {pixels['size']} px, "
+        f"fingerprint {made_on.fingerprint[:16]}{origin}",
     )
     rows = [
         [
@@ -285,6 +305,7 @@ def undo(model: Model) -> None:
 def export(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
+    backbone: BackboneFile = None,
     method: MethodFile = None,
 ) -> None:
     """Export a model and its backbone as one ONNX graph that runs without torch."""
@@ -294,7 +315,7 @@ def export(
         raise MissingData(out.parent, "there is no such folder", "Create it first.")
     if out.is_dir():
         raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
-    ContinualClassifier.load(model, method=method).export_onnx(out)
+    ContinualClassifier.load(model, backbone=backbone, method=method).export_onnx(out)
     print_line(stderr_console(), f"{decode_file_name(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
 
 
@@ -326,6 +347,8 @@ def _print_lesson(
     """Print what is about to be learned, what was left out, and warnings."""
     from coda_prompt.learner.advice import summary
 
+    if (chosen := classifier.choose_backbone(images)) is not None:
+        print_line(console, chosen)
     made_of = f"{classifier.method_name} on {classifier.backbone_name}"
     print_line(console, f"{summary(images)}; {made_of}")
     for problem in images.bad:

@@ -99,7 +99,17 @@ Folder = Annotated[
     ),
 ]
 Backbone = Annotated[
-    str | None, typer.Option(help="Backbone of a new model; see `coda backbones`.")
+    str | None,
+    typer.Option(
+        help="Backbone of a new model: `auto` (pocket for drawings, photo for photographs), or "
+        "NAME, NAME@SIZE, NAME=PATH or PATH; see `coda backbones`. Default: auto."
+    ),
+]
+BackboneFile = Annotated[
+    str | None,
+    typer.Option(
+        "--backbone", help="NAME=PATH or PATH, if the file of the model's backbone has moved."
+    ),
 ]
 Method = Annotated[
     str | None,

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coda_prompt.cli.options import Device, MethodFile
+from coda_prompt.cli.options import BackboneFile, Device, MethodFile
 from coda_prompt.console import print_line, stderr_console
 from coda_prompt.errors import BadOption, MissingExtra
 
@@ -45,6 +45,7 @@ def serve(
         str | None, typer.Option(envvar="CODA_TOKEN", help="Token that clients must send.")
     ] = None,
     batching: Annotated[bool, typer.Option(help="Batch concurrent requests.")] = True,
+    backbone: BackboneFile = None,
     method: MethodFile = None,
     device: Device = "auto",
 ) -> None:
@@ -65,14 +66,16 @@ def serve(
         raise BadOption("coda serve", "token", problem)
     policy = AccessPolicy(token, LOOPBACK if local else None)
     with _model_folder(model) as folder, _listen(host, port) as listener:
-        service = make_app(Service(folder, batching=batching, device=device, method=method), policy)
+        service = Service(
+            folder, batching=batching, device=device, backbone=backbone, method=method
+        )
         url_host = f"[{host}]" if ":" in host else host
         print_line(
             stderr_console(),
             f"http://{url_host}:{listener.getsockname()[1]}/  (press Ctrl-C to stop)",
         )
         config = uvicorn.Config(
-            service,
+            make_app(service, policy),
             log_level="warning",
             timeout_graceful_shutdown=30,
             limit_concurrency=MAX_CONNECTIONS,

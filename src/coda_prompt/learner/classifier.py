@@ -466,7 +466,7 @@ class ContinualClassifier:
         model = store.read_model(folder)
         options = _checked_options(model.description, folder)
         method = _resolve_method(model.description, method, folder)
-        backbone = resolve_backbone(model.description.backbone, backbone, folder)
+        backbone = _resolve_backbone(model.description.backbone, backbone, folder)
         classifier = cls(backbone, method, device=device, fabric=fabric, **options)
         classifier.backbone_name = model.description.backbone.name
         classifier._check_backbone(model.description, folder)
@@ -762,7 +762,7 @@ def _checked_options(description: Description, path: object) -> dict[str, Any]:
     return {**description.options, **description.training, "workers": 0}
 
 
-def resolve_backbone(made_with: store.BackboneRecord, named: str | None, folder: Path) -> str:
+def _resolve_backbone(made_with: store.BackboneRecord, named: str | None, folder: Path) -> str:
     """Return the backbone to load, after checking that the model may have been made with it.
 
     Whether it was is decided by the fingerprint of what is loaded.
@@ -780,6 +780,17 @@ def resolve_backbone(made_with: store.BackboneRecord, named: str | None, folder:
         remedy = "Name it where it is now: --backbone PATH (backbone=... in Python)."
         raise MissingData(made_with.path, f"the backbone of {folder} is not there", remedy)
     return f"{made_with.name}={made_with.path}" if known else made_with.path
+
+
+def check_backbone(made_with: store.BackboneRecord, named: str | None, folder: Path) -> None:
+    """Check whether a backbone is the one a model was made with.
+
+    Raises:
+        BackboneMismatch: It is not.
+    """
+    fingerprint = load_backbone(_resolve_backbone(made_with, named, folder)).vit.fingerprint()
+    if fingerprint != made_with.fingerprint:
+        raise BackboneMismatch(folder, made_with.fingerprint, fingerprint)
 
 
 def _as_recorded(views: Views, pixels: dict[str, Any]) -> Views:

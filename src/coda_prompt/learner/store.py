@@ -60,7 +60,7 @@ class BackboneRecord(FileSchema):
     fingerprint: str
     revision: str | None
     path: str | None = None
-    """Absolute path of the file if the backbone was not named in the catalogue."""
+    """Absolute path of the file; None if it was embedded or downloaded."""
 
 
 class Description(FileSchema):

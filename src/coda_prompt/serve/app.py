@@ -18,6 +18,7 @@ from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
 from coda_prompt.learner import store
+from coda_prompt.preprocessing import input_kind
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
@@ -170,6 +171,7 @@ async def model(service: CurrentService) -> dict[str, Any]:
         "version": version.name,
         "method": version.classifier.method_name,
         "backbone": version.classifier.backbone_name,
+        "input": input_kind(version.predictor.preprocessing.channels),
         "tasks": version.classifier.tasks_,
         "can_undo": (service.folder / store.PREVIOUS).exists(),
         "learning": service.learning,

@@ -1,10 +1,11 @@
 """The learning process of the service.
 
-    python -m coda_prompt.serve.learning MODEL [METHOD]
+    python -m coda_prompt.serve.learning MODEL PARTS
 
-Standard input: a JSON line with `labels` and `sizes`, then the image files' bytes. Standard output:
-JSON lines with a `kind` (`progress`, `learned` or `failed`). The process exits when its parent
-dies; the model is replaced atomically or not at all.
+PARTS is JSON with `backbone` and `method` as in `ContinualClassifier.load`. Standard input: a JSON
+line with `labels` and `sizes`, then the image files' bytes. Standard output: JSON lines with a
+`kind` (`progress`, `learned` or `failed`). The process exits when its parent dies; the model is
+replaced atomically or not at all.
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ class ExampleDataset:
         return decode_image(example.content, f"image {index + 1} ({example.label})"), example.label
 
 
-def learn(model: Path, examples: list[Example], method: str | None = None) -> None:
+def learn(model: Path, examples: list[Example], **parts: Any) -> None:
     """Learn the examples and replace the model."""
     dataset = ExampleDataset(examples)
     with store.exclusive_writer(model):
-        classifier = ContinualClassifier.load(model, method=method)
+        classifier = ContinualClassifier.load(model, **parts)
         watch = pocket_test_images(classifier)
         learned = classifier.learn(dataset, watch=watch, on_event=ProgressReporter().on_event)
         send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
@@ -129,8 +130,8 @@ def learn(model: Path, examples: list[Example], method: str | None = None) -> No
 def main() -> None:
     exit_with_parent(os.getppid(), 3)
     try:
-        model, method = Path(sys.argv[1]), next(iter(sys.argv[2:]), None)
-        learn(model, read_examples(sys.stdin.buffer), method)
+        model, parts = Path(sys.argv[1]), json.loads(sys.argv[2])
+        learn(model, read_examples(sys.stdin.buffer), **parts)
     except CodaError as error:
         send_line("failed", reason=str(error))
         sys.exit(2)

@@ -72,6 +72,7 @@ class ModelInfo(BaseModel):
     version: str
     method: str
     backbone: str
+    input: str = Field(description="What the backbone is for: `drawing` or `photograph`.")
     tasks: list[dict[str, Any]]
     can_undo: bool
     learning: bool

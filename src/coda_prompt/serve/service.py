@@ -102,10 +102,12 @@ class Service:
         *,
         batching: bool = True,
         device: str = "auto",
+        backbone: str | None = None,
         method: str | None = None,
     ) -> None:
-        """`method`: `file.py:Class`, for a model whose method is not part of coda-prompt."""
-        self.folder, self.device, self.method = folder, device, method
+        """`backbone` and `method`: as in `ContinualClassifier.load`."""
+        self.folder, self.device = folder, device
+        self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
         self.current = self._read()
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
@@ -205,7 +207,7 @@ class Service:
         """Run the learning process; return its results and the reason if it failed."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", learning.__name__, str(self.folder), *filter(None, [self.method]),
+            sys.executable, "-m", learning.__name__, str(self.folder), json.dumps(self.parts),
             stdin=pipe, stdout=pipe, stderr=pipe, limit=2**24,
         )  # fmt: skip
         assert process.stdin is not None
@@ -242,7 +244,7 @@ class Service:
     # -- model folder
 
     def _read(self) -> Version:
-        classifier = ContinualClassifier.load(self.folder, method=self.method, device=self.device)
+        classifier = ContinualClassifier.load(self.folder, device=self.device, **self.parts)
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))

@@ -96,7 +96,9 @@ function renderSketch(strokes) {
   return sketch.convertToBlob({ type: "image/png" });
 }
 
+const forDrawings = () => document.body.dataset.input === "drawing";
 canvas.addEventListener("pointerdown", (event) => {
+  if (!forDrawings()) return;
   event.preventDefault();
   canvas.setPointerCapture(event.pointerId);
   currentStroke = [canvasPoint(event)];
@@ -216,7 +218,7 @@ function showLesson() {
 element("lesson").onsubmit = showErrors(async (event) => {
   event.preventDefault();
   const name = className();
-  if (!strokes.length) throw new Error("Draw an example first.");
+  if (!strokes.length) throw new Error(forDrawings() ? "Draw an example first." : "Add photographs with “Add files”.");
   const example = strokes;
   strokes = [];
   paint();
@@ -293,7 +295,8 @@ element("undo").onclick = showErrors(async () => {
 
 async function refresh() {
   const [model, { classes }] = await Promise.all([json("/v1/model"), json("/v1/classes")]);
-  element("about").textContent = `${model.method} on ${model.backbone}, version ${model.version}, ${model.tasks.length} lessons`;
+  document.body.dataset.input = model.input;
+  element("about").textContent = `${model.method} on ${model.backbone} (for ${model.input}s), version ${model.version}, ${model.tasks.length} lessons`;
   element("count").textContent = `(${classes.length} classes)`;
   element("undo").disabled = !model.can_undo;
   const first = (name) => (newClasses.has(name) ? 0 : 1);
