@@ -114,6 +114,7 @@ def test_health_classes_model_and_metrics(client: httpx.Client) -> None:
     assert client.get("/v1/classes").json()["classes"] == list(NAMES[:6])
     answer = client.get("/v1/model").json()
     assert (answer["method"], answer["backbone"], len(answer["tasks"])) == ("ranpac", "pocket", 2)
+    assert answer["input"] == "drawing"
     client.post("/v1/predict", files=files(drawings([0], 2)[0]))
     metrics = client.get("/metrics").text
     assert 'coda_requests_total{path="/v1/predict",status="200"}' in metrics

@@ -38,7 +38,7 @@ def upload_model(
     """
     backbone = model.description.backbone
     if backbone.path is not None:  # a folder of this machine is nobody else's business
-        name_only = {"path": None, "name": Path(backbone.path).name}
+        name_only = {"path": None, "name": Path(backbone.name).name}
         backbone = backbone.model_copy(update=name_only)
     described = model.description.model_copy(update={"backbone": backbone})
     model = dataclasses.replace(model, description=described)
