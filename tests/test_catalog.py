@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from coda_prompt.model.catalog import (
     write_weights,
 )
 from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
+from coda_prompt.model.weights import expected_layout
 from coda_prompt.preprocessing import Preprocessing
 
 TIMM = Path(__file__).parent / "fixtures" / "timm"
@@ -212,7 +213,8 @@ def test_facebook_backbones_use_the_mean_and_std_of_imagenet() -> None:
     imagenet = Preprocessing(224, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic")
     for name, backbone in CATALOG.items():
         if name.startswith(("deit", "dino", "mae")):
-            assert backbone.preprocessing == imagenet
+            size = 256 if name.startswith("dinov3") else 224
+            assert backbone.preprocessing == replace(imagenet, size=size)
 
 
 def test_unknown_name_suggests_the_nearest_name(tmp_path: Path) -> None:
@@ -245,11 +247,17 @@ def test_catalog_agrees_with_timm() -> None:
             for block in range(declared["depth"])
             for name, shape in declared["block_shapes"].items()
         }
-        with torch.device("meta"):
-            ours = ViT(backbone.config).state_dict()
-        assert shapes == {key: list(tensor.shape) for key, tensor in ours.items()}
+        assert (declared["activation"] == "QuickGELU") == backbone.config.quick_gelu
+        assert declared["activation"] in ("GELU", "QuickGELU")
         layout = LAYOUTS.get(backbone.name, dict(shapes))
         assert shapes.keys() == {key for key in layout if not key.startswith("head.")}
+        if "pos_embed" in shapes:
+            position = (1, backbone.config.grid**2 + backbone.config.position_for_class)
+            assert shapes["pos_embed"] == [*position, backbone.config.width]
+            shapes["pos_embed"][1] = 0
+        ours = expected_layout(backbone.config)
+        names = {key.replace("gamma_", "ls") + ".gamma" * ("gamma_" in key): key for key in shapes}
+        assert {name: tuple(shapes[key]) for name, key in names.items()} == ours
 
 
 # Files with timm's layout
@@ -529,6 +537,37 @@ def test_known_file_is_recognised_by_its_tensors(
     assert loaded.vit.config == CATALOG[same_as].config
     assert loaded.preprocessing == CATALOG[same_as].preprocessing
     assert not [entry for entry in caplog.records if entry.levelname == "WARNING"]
+
+
+def timm_zeros(name: str) -> dict[str, Tensor]:
+    """An empty checkpoint with timm's own keys, in half precision."""
+    declared = json.loads((TIMM / "catalog.json").read_text())[name]
+    shapes = declared["other_shapes"] | {
+        f"blocks.{block}.{key}": shape
+        for block in range(declared["depth"])
+        for key, shape in declared["block_shapes"].items()
+    }
+    return zeros(shapes, torch.float16)
+
+
+def test_dinov3_file_is_recognised_and_runs(checkpoint: Checkpoint) -> None:
+    path = checkpoint(timm_zeros("vit_small_patch16_dinov3.lvd1689m"))
+    loaded = load_backbone(str(path))
+    assert (loaded.name, loaded.preprocessing.size) == ("dinov3-s16", 256)
+    assert loaded.vit.features(torch.rand(1, 3, 256, 256)).shape == (1, 384)
+    assert load_backbone(f"dinov3-s16@64={path}").vit.config.grid == 4
+
+
+def test_clip_file_has_to_be_named_because_two_kinds_differ_in_activation(
+    checkpoint: Checkpoint,
+) -> None:
+    path = checkpoint(timm_zeros("vit_base_patch16_clip_224.openai"))
+    with pytest.raises(errors.WeightsMismatch, match=f"NAME={path}"):
+        load_backbone(str(path))
+    for name, quick in (("clip-b16-openai", True), ("clip-b16-laion2b", False)):
+        loaded = load_backbone(f"{name}={path}")
+        assert loaded.vit.config.quick_gelu == quick
+        assert loaded.preprocessing.mean == (0.48145466, 0.4578275, 0.40821073)
 
 
 def test_architecture_of_an_unknown_file_is_inferred_with_a_warning(

@@ -227,6 +227,9 @@ TIMM_MODELS = {
     "deit": SMALL_TIMM,
     "dinov2": replace(SMALL_TIMM, layer_scale=True),
     "dinov2-reg": replace(SMALL_TIMM, layer_scale=True, registers=4, position_for_class=False),
+    "dinov3": replace(SMALL_TIMM, layer_scale=True, registers=4, rotary=True, norm_eps=1e-5),
+    "clip-openai": replace(SMALL_TIMM, pre_norm=True, quick_gelu=True, norm_eps=1e-5),
+    "clip-laion2b": replace(SMALL_TIMM, pre_norm=True, norm_eps=1e-5),
 }
 
 
@@ -238,6 +241,17 @@ def test_features_equal_timm(name: str) -> None:
     with torch.no_grad():
         features = vit.features(expected[f"{name}.images"])
     torch.testing.assert_close(features, expected[f"{name}.features"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dinov3", "clip-openai"])
+def test_rotary_and_pre_norm_passes_agree(name: str) -> None:
+    """A pass from a later block, with prefixes, and the class-token-only last block."""
+    config = replace(TIMM_MODELS[name], depth=3)
+    vit = random_vit(config)
+    images, prefixes = random_images(config), random_prefixes(config, [1, 2])
+    assert_close(vit.features(vit.open(images, 1), prefixes), vit.features(images, prefixes))
+    tokens = vit.run(vit.embed(images), range(2))
+    assert_close(vit.blocks[2](tokens, class_only=True), vit.blocks[2](tokens)[:, :1])
 
 
 def test_resampled_positions_equal_timm() -> None:

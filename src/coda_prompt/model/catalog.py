@@ -95,8 +95,16 @@ _SMALL_14_REGISTERS = ViTConfig(
     position_for_class=False,
 )
 
+_CLIP = ViTConfig(pre_norm=True, norm_eps=1e-5)
+_BASE_ROTARY = ViTConfig(image_size=256, registers=4, layer_scale=True, norm_eps=1e-5, rotary=True)
+_SMALL_ROTARY = replace(_BASE_ROTARY, width=384, heads=6, mlp_width=1536)
+
 _MEAN_STD_HALF = Preprocessing()
 _IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+_IMAGENET_256 = replace(_IMAGENET, size=256)
+_MEAN_STD_CLIP = Preprocessing(
+    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
+)
 
 
 def _embedded(name: str, file: str, description: str) -> Backbone:
@@ -184,6 +192,37 @@ _BACKBONES = (
         _BASE,
         _IMAGENET,
         "MAE ViT-B/16, self-supervised on ImageNet-1k, licence CC BY-NC 4.0; about 343 MB",
+    ),
+    _on_hub(
+        "dinov3-s16",
+        "vit_small_patch16_dinov3.lvd1689m",
+        _SMALL_ROTARY,
+        _IMAGENET_256,
+        "DINOv3 ViT-S/16, self-supervised on LVD-1689M, DINOv3 licence; about 86 MB; unverified",
+    ),
+    _on_hub(
+        "dinov3-b16",
+        "vit_base_patch16_dinov3.lvd1689m",
+        _BASE_ROTARY,
+        _IMAGENET_256,
+        "DINOv3 ViT-B/16, self-supervised on LVD-1689M, DINOv3 licence; about 343 MB; unverified",
+    ),
+    _on_hub(
+        "clip-b16-openai",
+        "vit_base_patch16_clip_224.openai",
+        replace(_CLIP, quick_gelu=True),
+        _MEAN_STD_CLIP,
+        "OpenAI's CLIP ViT-B/16, class token before the projection; about 345 MB; unverified",
+        512,
+    ),
+    _on_hub(
+        "clip-b16-laion2b",
+        "vit_base_patch16_clip_224.laion2b",
+        _CLIP,
+        _MEAN_STD_CLIP,
+        "OpenCLIP ViT-B/16 on LAION-2B, class token before the projection; about 345 MB; "
+        "unverified",
+        512,
     ),
 )
 
@@ -303,7 +342,7 @@ def _describe(path: Path, named: Backbone | None) -> tuple[ViTConfig, Preprocess
 
 
 def _recognise(path: Path) -> list[Backbone]:
-    """Return the backbones with the tensors of a file, if they share the preprocessing."""
+    """Return the backbones with the tensors of a file, if they are one architecture and input."""
     shapes, classes = read_layout(path)
     same = [
         backbone
@@ -311,7 +350,8 @@ def _recognise(path: Path) -> list[Backbone]:
         if backbone.config is not None and expected_layout(backbone.config) == shapes
     ]
     candidates = [backbone for backbone in same if backbone.classes == classes] or same
-    return candidates if len({backbone.preprocessing for backbone in candidates}) == 1 else []
+    kinds = {(backbone.config, backbone.preprocessing) for backbone in candidates}
+    return candidates if len(kinds) == 1 else []
 
 
 def _architecture(backbone: Backbone) -> tuple[ViTConfig, Preprocessing]:

@@ -91,6 +91,13 @@ class ViTConfig:
     """Whether the position embedding has a row for the class token (DINOv2 with registers: no)."""
     stem: tuple[int, ...] = ()
     """Hidden channels of a stem of 3x3 stride-2 convolutions; empty: one patch projection."""
+    pre_norm: bool = False
+    """Whether tokens are normalised before the first block (CLIP)."""
+    quick_gelu: bool = False
+    """Whether MLPs use x * sigmoid(1.702 x) instead of GELU (OpenAI's CLIP)."""
+    rotary: bool = False
+    """Whether queries and keys of patches are rotated by their position (DINOv3) instead of a
+    position embedding."""
 
     @property
     def grid(self) -> int:
@@ -179,14 +186,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, quick_gelu: bool = False) -> None:
         super().__init__()
+        self.quick_gelu = quick_gelu
         self.fc1 = Linear(width, hidden)
         self.fc2 = Linear(hidden, width)
 
     def forward(self, tokens: Tensor, edits: BlockEdits = NO_EDITS) -> Tensor:
-        if "fc1" in edits.deltas:
-            hidden = F.gelu(self.fc1(tokens) + edits.deltas["fc1"](tokens))
+        if "fc1" in edits.deltas or self.quick_gelu:
+            hidden = self.fc1(tokens)
+            if "fc1" in edits.deltas:
+                hidden = hidden + edits.deltas["fc1"](tokens)
+            hidden = hidden * torch.sigmoid(1.702 * hidden) if self.quick_gelu else F.gelu(hidden)
         else:
             hidden = self.fc1.with_gelu(tokens)
         outputs: Tensor = self.fc2(hidden)
@@ -198,12 +209,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        width = config.width
+        self.config, width = config, config.width
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.attn = Attention(width, config.heads)
         self.ls1 = LayerScale(width) if config.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.mlp = MLP(width, config.mlp_width)
+        self.mlp = MLP(width, config.mlp_width, config.quick_gelu)
         self.ls2 = LayerScale(width) if config.layer_scale else nn.Identity()
 
     def project(
@@ -212,7 +223,13 @@ class Block(nn.Module):
         normed = self.norm1(tokens)
         if edits.tap is not None:
             edits.tap(normed)
-        return self.attn.project(normed, class_only, edits)
+        query, key, value = self.attn.project(normed, class_only, edits)
+        if self.config.rotary:
+            query, key = (
+                query if class_only else rotate(query, self.config),
+                rotate(key, self.config),
+            )
+        return query, key, value
 
     def forward(
         self,
@@ -234,6 +251,7 @@ class Block(nn.Module):
 class ViT(nn.Module):
     """A Vision Transformer without a classifier."""
 
+    pos_embed: nn.Parameter
     recompute = False
     """Recompute the activations of blocks in the backward pass instead of storing them."""
 
@@ -246,7 +264,12 @@ class ViT(nn.Module):
         self.reg_token = (
             nn.Parameter(torch.zeros(1, config.registers, width)) if config.registers else None
         )
-        self.pos_embed = nn.Parameter(torch.zeros(1, tokens + config.position_for_class, width))
+        rows = tokens + config.position_for_class
+        position = None if config.rotary else nn.Parameter(torch.zeros(1, rows, width))
+        self.register_parameter("pos_embed", position)
+        self.norm_pre = (
+            nn.LayerNorm(width, eps=config.norm_eps) if config.pre_norm else nn.Identity()
+        )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
 
@@ -277,13 +300,15 @@ class ViT(nn.Module):
         """The tokens that enter the first block (class, registers, patches), B x tokens x D."""
         tokens = self.patch_embed(images)
         class_token: Tensor = self.cls_token
-        position: Tensor = self.pos_embed
-        if self.config.position_for_class:
-            class_token = class_token + position[:, :1]
-            position = position[:, 1:]
+        if not self.config.rotary:
+            position: Tensor = self.pos_embed
+            if self.config.position_for_class:
+                class_token = class_token + position[:, :1]
+                position = position[:, 1:]
+            tokens = tokens + position
         leading = [class_token] if self.reg_token is None else [class_token, self.reg_token]
         expanded = [token.expand(images.shape[0], -1, -1) for token in leading]
-        return torch.cat([*expanded, tokens + position], dim=1)
+        return self.norm_pre(torch.cat([*expanded, tokens], dim=1))
 
     def run(
         self,
@@ -346,6 +371,24 @@ class ViT(nn.Module):
             digest.update(f"{name}{tuple(values.shape)}".encode())
             digest.update(values.numpy().data)
         return digest.hexdigest()
+
+
+def rotate(rows: Tensor, config: ViTConfig) -> Tensor:
+    """Rotate queries or keys (B x tokens x D) of patches by their position, as in DINOv3.
+
+    Half of the pairs of channels turn with the row and half with the column, with periods from 1
+    to 100 half images. The class token and registers, which come first, are not rotated.
+    """
+    leading, head = 1 + config.registers, config.width // config.heads
+    centres = (torch.arange(config.grid, device=rows.device) + 0.5) / config.grid * 2 - 1
+    periods = 100 ** (torch.arange(head // 4, device=rows.device) / (head // 4))
+    turns = (2 * math.pi * centres[:, None] / periods).expand(config.grid, -1, -1)
+    angles = torch.cat([turns.transpose(0, 1), turns], dim=-1)  # rows x columns x D/2h
+    angles = angles.flatten(0, 1).repeat(1, 2)[:, None]  # tokens x 1 x D/h
+    patches = rows[:, leading:].unflatten(-1, (config.heads, head))  # B x tokens x h x D/h
+    first, second = patches.chunk(2, dim=-1)
+    turned = patches * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    return torch.cat([rows[:, :leading], turned.flatten(2).to(rows.dtype)], dim=1)
 
 
 def resize_positions(position: Tensor, config: ViTConfig) -> Tensor:

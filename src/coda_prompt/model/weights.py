@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,8 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
     """
     tensors = _drop_unused(path, _read_tensors(path))
     expected = _shapes(config)
+    for name in _absent_biases(config) - tensors.keys():
+        tensors[name] = torch.zeros(expected[name])
     if "reg_token" in expected and "register_tokens" in tensors:
         tensors["reg_token"] = tensors.pop("register_tokens")
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
@@ -142,7 +145,14 @@ def read_layout(path: Path) -> tuple[Layout, int]:
 
 def expected_layout(config: ViTConfig) -> Layout:
     """Return what `read_layout` finds in a file of this architecture."""
-    return _for_any_grid(_shapes(config))
+    absent = _absent_biases(config)
+    return _for_any_grid({name: s for name, s in _shapes(config).items() if name not in absent})
+
+
+def _absent_biases(config: ViTConfig) -> set[str]:
+    """Return biases that files of CLIP and DINOv3 do not have; they are zero."""
+    attention = (f"blocks.{index}.attn.qkv.bias" for index in range(config.depth))
+    return {*(attention if config.rotary else ()), *(["patch_embed.proj.bias"] * config.pre_norm)}
 
 
 def _for_any_grid(layout: Layout) -> Layout:
@@ -217,7 +227,10 @@ def _drop_unused(path: Path, tensors: dict[str, Value]) -> dict[str, Value]:
         log.info("%s: ignoring the classifier head (%s)", path, ", ".join(heads))
     if "mask_token" in tensors:
         log.info("%s: ignoring mask_token, which is used in pre-training only", path)
-    return {name: tensors[name] for name in tensors.keys() - {*heads, "mask_token"}}
+    return {
+        re.sub(r"gamma_([12])$", r"ls\1.gamma", name): tensors[name]  # as in timm's DINOv3
+        for name in tensors.keys() - {*heads, "mask_token"}
+    }
 
 
 def _as_float32(path: Path, name: str, tensor: Tensor) -> Tensor:
@@ -229,6 +242,8 @@ def _as_float32(path: Path, name: str, tensor: Tensor) -> Tensor:
 
 def _resample_positions(weights: dict[str, Tensor], config: ViTConfig) -> None:
     """Resample `pos_embed` to the grid of `config` if it is a square grid."""
+    if config.rotary:
+        return
     token, position = weights["cls_token"], weights["pos_embed"]
     if token.shape != (1, 1, config.width) or position.shape[::2] != (1, config.width):
         return
