@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from forked import Forked
+from numpy.typing import ArrayLike, NDArray
 from safetensors.torch import load_file, save_file
 
 from coda_prompt import methods
 from coda_prompt.bench.runs import RESULT
-from coda_prompt.data.sources import Source, array_source
+from coda_prompt.data.sources import ArraySplit, Integers, Source
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
@@ -37,6 +39,36 @@ def tiny_vit(seed: int = 0, config: ViTConfig = TINY) -> ViT:
         elif name.endswith("cls_token"):
             parameter.data.zero_()
     return vit.eval()
+
+
+def array_source(
+    name: str,
+    train_images: NDArray[np.uint8],
+    train_labels: ArrayLike,
+    test_images: NDArray[np.uint8],
+    test_labels: ArrayLike,
+    *,
+    class_names: Sequence[str] | None = None,
+    train_domains: ArrayLike | None = None,
+    test_domains: ArrayLike | None = None,
+    domain_names: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
+) -> Source:
+    """Make a source of uint8 arrays; unnamed classes and domains are called 0, 1, 2, ..."""
+    train = ArraySplit(train_images, train_labels, train_domains)
+    test = ArraySplit(test_images, test_labels, test_domains)
+    if class_names is None:
+        class_names = _default_names(train.labels, test.labels)
+    if domain_names is None:
+        domain_names = _default_names(train.domains, test.domains)
+    return Source(name, tuple(class_names), train, test, tuple(domain_names), tuple(notes))
+
+
+def _default_names(*arrays: Integers | None) -> tuple[str, ...]:
+    largest = max(
+        (int(array.max()) for array in arrays if array is not None and len(array)), default=-1
+    )
+    return tuple(str(number) for number in range(largest + 1))
 
 
 def patterns(classes: int, train: int, test: int = 6, domains: int = 0, seed: int = 0) -> Source:

@@ -17,7 +17,7 @@ from PIL import Image
 from small import coda, started_coda
 
 from coda_prompt.bench import report
-from coda_prompt.bench.config import load_benchmark, preset_names
+from coda_prompt.bench.config import load_benchmark, shipped
 from coda_prompt.bench.runs import runs_of
 from coda_prompt.errors import BadOption, CodaError, MissingData, RunConfigChanged, UnknownName
 from coda_prompt.methods import METHODS
@@ -120,7 +120,7 @@ def test_dry_run_resolves_runs_without_reading_data() -> None:
 
 
 def test_pocket_has_four_presets_with_every_method() -> None:
-    names = [name for name in preset_names() if name.startswith("pocket")]
+    names = [name for name in shipped("presets") if name.startswith("pocket")]
     names.remove("pocket-ablations")
     assert names == ["pocket", "pocket-10", "pocket-20", "pocket-dual-shift"]
     tasks = {name: load_benchmark(name).stream.tasks for name in names}

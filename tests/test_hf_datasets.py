@@ -187,7 +187,7 @@ def test_packing_other_data_starts_over(
         raise OSError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(packing._FolderTarget, "finish", full)
+        patched.setattr(packing._Target, "finish", full)
         with pytest.raises(OSError, match="full"):
             pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
     shutil.copytree(dataset, tmp_path / "other")
@@ -247,7 +247,7 @@ def test_inconsistent_packing_state_is_ignored(
 ) -> None:
     small_shards(monkeypatch)
     interrupt_after(2, monkeypatch, f"hub:{dataset}", str(tmp_path / "out"))
-    note = tmp_path / ".out.making" / "packing.json"
+    note = tmp_path / "out" / "packing.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "done": done}))
     pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
     assert_same(shard_source(str(tmp_path / "out")), hub_source(str(dataset)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from drawings import assert_same, drawings
+from serving import files, served, teach, wait_for_job
 from small import PLAIN_VIEWS, coda, patterns, tiny_vit
 from test_models import changed
 
@@ -148,3 +149,17 @@ def test_example_of_the_guide_learns_a_stream(tmp_path: Path) -> None:
     result = engine.run(method, make_stream(patterns(classes=6, train=10), tasks=2))
     assert method.prompts.frozen.shape[1] == 2
     assert result.own_classes[1].mean() > 1 / 2  # chance is 1/3
+
+
+def test_the_service_predicts_and_learns_with_the_method_of_a_file(
+    model: Path, method: str
+) -> None:
+    with served(str(model), "--method", method) as client:
+        assert client.get("/v1/model").json()["method"] == "Mine"
+        images, labels = drawings([3, 4], 8)
+        job = wait_for_job(client, teach(client, images, list(labels)))
+        assert job["state"] == "done", job
+        answer = client.post("/v1/predict", files=files(images[:1])).json()
+        assert answer["predictions"][0]["best"] == labels[0]
+    with pytest.raises(AssertionError, match=r"--method path/to/file\.py:Mine"), served(str(model)):
+        pass

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from small import array_source
 
 from coda_prompt.data.folders import folder_source
-from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split, array_source
+from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
 from coda_prompt.errors import BadImage, BadOption, MissingData
 
 

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from small import array_source
 from torch.utils.data import DataLoader, Dataset
 
 from coda_prompt.data import images
-from coda_prompt.data.sources import ArraySplit, Source, array_source
+from coda_prompt.data.sources import ArraySplit, Source
 from coda_prompt.data.stream import Samples, Stream, class_order, make_stream
 from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
 from coda_prompt.preprocessing import Preprocessing

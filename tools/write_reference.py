@@ -17,7 +17,7 @@ from typing import Any
 import typer
 import yaml
 
-from coda_prompt.bench.config import preset_names
+from coda_prompt.bench.config import shipped
 from coda_prompt.cli import app
 from coda_prompt.methods import METHODS, describe
 from coda_prompt.methods.options import option_meanings
@@ -114,7 +114,7 @@ def _options() -> str:
 
 def _presets() -> str:
     rows: list[tuple[str, ...]] = []
-    for name in preset_names():
+    for name in shipped("presets"):
         file = resources.files("coda_prompt") / "bench" / "presets" / f"{name}.yaml"
         preset: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
         rows.append((f"`{name}`", preset.get("like", ""), preset.get("description", "")))

@@ -6,60 +6,42 @@ import json
 import os
 import unicodedata
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TypeVar
 
+from rich import progress
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 PIPE_WIDTH = 240
 
-Self = TypeVar("Self", bound="ProgressBar")
 
-
-class _Progress(Progress):
-    above: Callable[[], RenderableType] | None = None
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        if self.above is not None:
-            yield self.above()
-        yield from super().get_renderables()
-
-
-class ProgressBar:
-    """Context manager that shows a progress bar if the console is a terminal."""
+class ProgressBar(progress.Progress):
+    """A progress bar, shown if the console is a terminal."""
 
     def __init__(
         self,
-        console: Console,
-        last_column: ProgressColumn,
+        console: Console | None = None,
+        last_column: progress.ProgressColumn | None = None,
         above: Callable[[], RenderableType] | None = None,
     ) -> None:
-        """`above` renders what is shown above the bar."""
-        self.bar = _Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            last_column,
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.bar.above = above
+        """
+        Args:
+            console: Default: standard error.
+            last_column: Default: the time remaining.
+            above: Renders what is shown above the bar.
+        """
+        self._above = above
+        console, last = console or stderr_console(), last_column or progress.TimeRemainingColumn()
+        text, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
+        columns = (text, bar, progress.TaskProgressColumn(), last)
+        hidden = not console.is_terminal
+        super().__init__(*columns, console=console, transient=True, disable=hidden)
 
-    def __enter__(self: Self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bar.stop()
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the parts of the display: rich calls this to draw it."""
+        if self._above is not None:
+            yield self._above()
+        yield from super().get_renderables()
 
 
 def stdout_console() -> Console:
@@ -73,19 +55,26 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def table(headers: Iterable[str], rows: Iterable[Iterable[str]], title: str | None = None) -> Table:
+def table(
+    headers: Iterable[str], rows: Iterable[Iterable[object]], title: str | None = None
+) -> Table:
     """Make a table of plain text: no markup in cells, no wrapping in the first column."""
     result = Table(title=None if title is None else escape(title))
     for column, header in enumerate(headers):
         result.add_column(escape(header), no_wrap=column == 0, overflow="fold")
     for row in rows:
-        result.add_row(*(escape(escape_control_characters(cell)) for cell in row))
+        result.add_row(*(escape(escape_control_characters(str(cell))) for cell in row))
     return result
 
 
-def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line of plain text, without markup and with control characters escaped."""
-    console.print(escape_control_characters(text), markup=False, style=style)
+def print_result(text: str) -> None:
+    """Print plain text to standard output, without markup and with control characters escaped."""
+    stdout_console().print(escape_control_characters(text), markup=False)
+
+
+def print_message(text: str, style: str | None = None) -> None:
+    """Print plain text to standard error, without markup and with control characters escaped."""
+    stderr_console().print(escape_control_characters(text), markup=False, style=style)
 
 
 def print_json(content: object) -> None:

@@ -36,22 +36,6 @@ class BadOption(CodaError):
         super().__init__(f"Option '{field}' of {owner}: {problem}.")
 
 
-class OddPromptLength(CodaError):
-    def __init__(self, field: str, length: int) -> None:
-        super().__init__(
-            f"{field} = {length} is odd, but a prompt is split into keys and values. Use "
-            + (f"{length - 1} or {length + 1}." if length > 1 else "2 or more.")
-        )
-
-
-class TooManyBlocks(CodaError):
-    def __init__(self, blocks: Sequence[int], depth: int) -> None:
-        super().__init__(
-            f"Prompts are configured for blocks {join_names(blocks, 20)}, but this ViT has {depth} "
-            f"blocks. Use block numbers from 0 to {depth - 1}."
-        )
-
-
 class EmptyTask(CodaError):
     def __init__(self, task: int, reason: str = "has no training image") -> None:
         super().__init__(

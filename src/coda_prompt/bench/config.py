@@ -136,11 +136,8 @@ class Benchmark(Section):
         protocol = {"schedule": "lagging-cosine"} if self.protocol in RELEASES else {}
         own = self.methods.get(name, MethodSection()).training
         if "seed" in {**self.training, **own}:
-            raise BadOption(
-                f"benchmark {self.name}",
-                "training.seed",
-                "each trial has its own seed; set first_seed instead",
-            )
+            problem = "each trial has its own seed; set first_seed instead"
+            raise BadOption(f"benchmark {self.name}", "training.seed", problem)
         fields = {**protocol, **self.training, **own, "seed": seed}
         return make_config(Training, "the training", fields)
 
@@ -150,23 +147,10 @@ class Benchmark(Section):
         for name in names:
             training = asdict(self.method_training(name, 0))
             del training["seed"]
-            options = asdict(self.method_config(name))
-            sections[name] = MethodSection(
-                method=self.method_of(name), options=options, training=training
-            )
-        update = {
-            "methods": sections,
-            "training": {},
-            "protocol": None,
-            "one_stage": False,
-            "demo": (),
-        }
-        return self.model_copy(update=update)
-
-
-def preset_names() -> list[str]:
-    """List the presets that come with the package."""
-    return shipped("presets")
+            own = {"options": asdict(self.method_config(name)), "training": training}
+            sections[name] = MethodSection(method=self.method_of(name), **own)
+        emptied: dict[str, Any] = {"training": {}, "protocol": None, "one_stage": False, "demo": ()}
+        return self.model_copy(update={"methods": sections, **emptied})
 
 
 def shipped(folder: str) -> list[str]:
@@ -187,9 +171,8 @@ def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Ben
     fields = _load_fields(name_or_path)
     released = fields.pop("release", {})
     if not isinstance(released, dict):
-        raise BadOption(
-            f"benchmark {name_or_path}", "release", "must contain fields of a benchmark"
-        )
+        problem = "must contain fields of a benchmark"
+        raise BadOption(f"benchmark {name_or_path}", "release", problem)
     settings = _for_all_methods(fields, [_parse_override(override) for override in overrides])
     if _apply(fields, settings).get("protocol") in RELEASES:
         fields = _merge_nested(fields, released)
@@ -245,9 +228,8 @@ def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json"):
         if not path.is_file():
-            raise MissingData(
-                path, "there is no such file", f"Give the name of a {what} or a YAML file."
-            )
+            remedy = f"Give the name of a {what} or a YAML file."
+            raise MissingData(path, "there is no such file", remedy)
         text = path.read_bytes()
     else:
         known = shipped(folder)
@@ -272,9 +254,8 @@ class _UniqueKeys(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if str(key) in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key}' appears twice", key_node.start_mark
-                )
+                problem = f"'{key}' appears twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(str(key))
         return super().construct_mapping(node, deep)
 

@@ -39,11 +39,7 @@ def describe_environment(
         "threads": torch.get_num_threads(),
         "device": fabric.device.type,
         "processes": fabric.world_size,
-        "backbone": {
-            "name": backbone.name,
-            "sha256": backbone.sha256,
-            "revision": backbone.revision,
-        },
+        "backbone": {name: getattr(backbone, name) for name in ("name", "sha256", "revision")},
         "data": {"name": source.name, "sha256": source.fingerprint(), "notes": source.notes},
     }
 

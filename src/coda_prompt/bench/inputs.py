@@ -30,20 +30,13 @@ class InputCache:
 
 def load_source(benchmark: Benchmark) -> Source:
     """Open the benchmark's data and check its number of classes."""
-    source = open_source(
-        benchmark.source,
-        data=benchmark.data,
-        lists=benchmark.lists,
-        strength=benchmark.strength,
-    )
-    if benchmark.classes not in (None, len(source.class_names)):
-        raise MissingData(
-            benchmark.source,
-            f"it has {len(source.class_names)} classes, but {benchmark.name} is made for "
-            f"{benchmark.classes}",
-            "Look for a part that was not extracted. To run on a part of it on purpose, set "
-            f"classes={len(source.class_names)}.",
-        )
+    options = benchmark.model_dump(include={"data", "lists", "strength"})
+    source = open_source(benchmark.source, **options)
+    classes = len(source.class_names)
+    if benchmark.classes not in (None, classes):
+        problem = f"it has {classes} classes, but {benchmark.name} is made for {benchmark.classes}"
+        remedy = "Look for a part that was not extracted. To run on a part of it on purpose, set "
+        raise MissingData(benchmark.source, problem, f"{remedy}classes={classes}.")
     return source
 
 

@@ -79,20 +79,7 @@ def run_all(
     Args:
         saved: Resolved benchmarks to write next to the runs, by path.
     """
-    if options.mirror is None:
-        return _run_all(runs, options, saved)
-    lock = options.folder.with_name(f"{options.folder.name}.lock")
-    lock.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(lock, FolderBusy):  # the local copy belongs to one command at a time
-        return _run_all(runs, options, saved)
-
-
-def _run_all(
-    runs: Sequence[Run], options: RunOptions, saved: dict[Path, Benchmark]
-) -> list[report.FinishedRun]:
     folder, remote, mirror = options.folder, options.remote, options.mirror
-    if mirror is not None:
-        mirror.pull()
     runs = [
         dataclasses.replace(
             run,
@@ -103,24 +90,28 @@ def _run_all(
         )
         for run in runs
     ]
-    unfinished = [run for run in runs if not run.is_finished()]
-    if options.devices.strategy == "fsdp":
-        for run in unfinished:
-            check_shardable(run.benchmark.entry_of(run.method).type, run.method)
-    for path, benchmark in saved.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, benchmark.model_dump(mode="json"))
-    if mirror is not None:
-        mirror.push()
-    with (
-        _executor(unfinished, options) as execute_all,
-        BenchProgress(unfinished, stderr_console()) as progress,
-    ):
-        for run in execute_all(progress.on_event):
-            progress.finish(run)
-    if mirror is not None:
-        mirror.pull()
-    return [report.read_run(run.folder) for run in runs]
+    with contextlib.ExitStack() as stack:
+        if mirror is not None:  # the local copy belongs to one command at a time
+            lock = folder.with_name(f"{folder.name}.lock")
+            lock.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive_lock(lock, FolderBusy))
+            mirror.pull()
+        unfinished = [run for run in runs if not run.is_finished()]
+        if options.devices.strategy == "fsdp":
+            for run in unfinished:
+                check_shardable(run.benchmark.entry_of(run.method).type, run.method)
+        for path, benchmark in saved.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, benchmark.model_dump(mode="json"))
+        if mirror is not None:
+            mirror.push()
+        execute_all = stack.enter_context(_executor(unfinished, options))
+        with BenchProgress(unfinished, stderr_console()) as progress:
+            for run in execute_all(progress.on_event):
+                progress.finish(run)
+        if mirror is not None:
+            mirror.pull()
+        return [report.read_run(run.folder) for run in runs]
 
 
 @contextlib.contextmanager

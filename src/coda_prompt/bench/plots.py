@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coda_prompt import metrics
-from coda_prompt.bench.report import (
-    REFERENCE,
-    FinishedRun,
-    by_method,
-    is_number,
-    summary,
-)
+from coda_prompt.bench.report import REFERENCE, FinishedRun, by_method, is_number, summary
 from coda_prompt.methods import METHODS
 from coda_prompt.storage.files import write_atomically
 
@@ -51,18 +46,16 @@ def accuracy_over_tasks(runs: Sequence[FinishedRun]) -> Figure:
     for method, trials in _best_first(runs):
         curves = np.array([100 * metrics.accuracy_after_each_task(run.matrix) for run in trials])
         mean, deviation = curves.mean(axis=0), curves.std(axis=0)
+        style = _style(method)
         if np.isnan(mean[:-1]).all() and tasks > 1:  # trained on all tasks at once
-            style = {**_style(method), "linestyle": "-.", "marker": ""}
+            style |= {"linestyle": "-.", "marker": ""}
             mean, deviation = (np.full(tasks, curve[-1]) for curve in (mean, deviation))
-        else:
-            style = _style(method)
         measured = ~np.isnan(mean)
         axes.plot(steps[measured], mean[measured], label=method, **style)
         if len(trials) > 1:
             low, high = (mean - deviation)[measured], (mean + deviation)[measured]
             axes.fill_between(steps[measured], low, high, color=style["color"], alpha=0.15)
-    axes.set_xlabel("tasks learned")
-    axes.set_ylabel("accuracy over all classes so far, %")
+    axes.set(xlabel="tasks learned", ylabel="accuracy over all classes so far, %")
     positions, labels = _task_ticks(tasks)
     axes.set_xticks([position + 1 for position in positions], labels)
     return _finish(figure, axes)
@@ -110,8 +103,7 @@ def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.margins(x=0.15, y=0.1)
-    axes.set_xlabel("trained parameters, % of the backbone")
-    axes.set_ylabel("A_N, %")
+    axes.set(xlabel="trained parameters, % of the backbone", ylabel="A_N, %")
     return _finish(figure, axes)
 
 
@@ -128,9 +120,7 @@ def matrices(runs: Sequence[FinishedRun]) -> Figure:
         mean = 100 * np.mean([run.matrix for run in trials], axis=0)
         mesh = axes.imshow(mean, cmap="cividis", vmin=0, vmax=100)
         _write_numbers(axes, mean, bright=55)
-        axes.set_title(method)
-        axes.set_xlabel("task tested")
-        axes.set_ylabel("after task")
+        axes.set(title=method, xlabel="task tested", ylabel="after task")
         axes.set_xticks(*_task_ticks(len(mean)))
         axes.set_yticks(*_task_ticks(len(mean)))
     for axes in list(grid.flat)[len(groups) :]:
@@ -180,15 +170,12 @@ def _sweep_plot(rows: Sequence[dict[str, Any]], axis: str) -> Figure:
         axes.minorticks_off()
     else:
         axes.set_xticks(range(len(values)), values)
-    axes.set_xlabel(axis)
-    axes.set_ylabel("A_N, %")
+    axes.set(xlabel=axis, ylabel="A_N, %")
     return _finish(figure, axes, from_zero=False)
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure to `path` with .png and .svg, nothing cut off; return the PNG's path."""
-    import io
-
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

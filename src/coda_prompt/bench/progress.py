@@ -22,9 +22,6 @@ class BenchProgress(ProgressBar):
     """Progress bar over runs, weighted by epochs, with a table of the running ones."""
 
     def __init__(self, runs: Sequence[Run], console: Console) -> None:
-        eta = TextColumn("{task.fields[eta]}")
-        super().__init__(console, eta, self._table if len(runs) > 1 else None)
-        self._console = console
         self._runs, self._finished = list(runs), 0
         self._status: dict[Path, str] = {}
         """Status of each running run, by folder."""
@@ -32,7 +29,9 @@ class BenchProgress(ProgressBar):
         self._shares: dict[Path, float] = {}
         self._accuracies: dict[Path, str] = {}
         self._started = time.monotonic()
-        self._bar_task = self.bar.add_task("", total=sum(self._weights.values()) or 1, eta="")
+        eta = TextColumn("{task.fields[eta]}")
+        super().__init__(console, eta, self._table if len(runs) > 1 else None)
+        self._bar_task = self.add_task("", total=sum(self._weights.values()) or 1, eta="")
 
     def on_event(self, run: Run, event: Event) -> None:
         """Update the display with an event of a run."""
@@ -49,24 +48,22 @@ class BenchProgress(ProgressBar):
         done = self._completed()
         status = f"task {event.task + 1}/{tasks}"
         row = f"{run.method}, trial {run.seed + 1}, "
-        if event.kind == "evaluation" and not self._console.is_terminal:
-            self._console.print(
+        if event.kind == "evaluation" and not self.console.is_terminal:
+            self.console.print(
                 f"{row}{status}: {mean:.1f} % over all classes so far, {self._eta(done)}"
             )
         if event.epochs:
             status += f", epoch {event.epoch + 1}/{event.epochs}"
         self._status[run.folder] = status + self._accuracies.get(run.folder, "")
         description = "" if len(self._runs) > 1 else row + self._status[run.folder]
-        self.bar.update(
-            self._bar_task, completed=done, description=description, eta=self._eta(done)
-        )
+        self.update(self._bar_task, completed=done, description=description, eta=self._eta(done))
 
     def finish(self, run: Run) -> None:
         """Mark a run as finished."""
         self._shares[run.folder] = 1.0
         self._status.pop(run.folder, None)
         self._finished += 1
-        self.bar.update(self._bar_task, completed=self._completed())
+        self.update(self._bar_task, completed=self._completed())
 
     def _table(self) -> Table:
         """List the running runs; the caption counts finished and waiting ones."""

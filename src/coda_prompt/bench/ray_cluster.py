@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import os
 import re
@@ -29,6 +28,8 @@ RETRIES = 5
 """How often a run whose worker is lost is retried on another worker."""
 POLL_INTERVAL = 0.5
 """Seconds between two polls of the board, and between two step events of a run."""
+INPUTS = InputCache()
+"""Of this process: a worker may execute several runs one after another."""
 
 
 @dataclass(frozen=True)
@@ -181,15 +182,9 @@ def _execute_one(run: Run, number: int, board: Any, folder: str, threads: int) -
         return str(Interrupted())
     threading.Thread(target=poll, daemon=True).start()
     try:
-        execute(run, _inputs(), on_event, stopping.is_set)
+        execute(run, INPUTS, on_event, stopping.is_set)
     except (CodaError, OSError) as error:
         return str(error)
     finally:
         stopping.set()
     return None
-
-
-@functools.cache
-def _inputs() -> InputCache:
-    """Return the cache of this worker, which may execute several runs one after another."""
-    return InputCache()

@@ -45,8 +45,7 @@ class FinishedRun:
     @property
     def sweep(self) -> dict[str, Any] | None:
         """Return the swept field and its value, or None if the run is not part of a sweep."""
-        point: dict[str, Any] | None = self.config["sweep"]
-        return point
+        return self.config["sweep"]
 
     @property
     def matrix(self) -> metrics.Matrix:
@@ -151,23 +150,27 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
 
     They must have the same benchmark, inputs and tasks; trials of a row differ in their seed only.
     """
+    first = runs[0]
     for run in runs[1:]:
-        changed = difference(shared_config(runs[0].config), shared_config(run.config))
-        changed += difference(runs[0].inputs, run.inputs)
+        changed = differences(first, run.config, run.inputs)
+        if not changed and len(run.matrix) != len(first.matrix):
+            changed = [f"tasks: {len(first.matrix)} -> {len(run.matrix)}"]
         if changed:
-            raise RunConfigChanged(run.folder, changed)
-        if len(run.matrix) != len(runs[0].matrix):
-            changed = [f"tasks: {len(runs[0].matrix)} -> {len(run.matrix)}"]
             raise RunConfigChanged(run.folder, changed)
     for trials in by_method(runs).values():
         seeds = [run.seed for run in trials]
         for run in trials:
             if seeds.count(run.seed) > 1:
                 raise RunConfigChanged(run.folder, [f"seed {run.seed} appears twice"])
-        first = _without_seed(trials[0].config)
         for run in trials[1:]:
-            if changed := difference(first, _without_seed(run.config)):
+            if changed := difference(_without_seed(trials[0].config), _without_seed(run.config)):
                 raise RunConfigChanged(run.folder, changed)
+
+
+def differences(run: FinishedRun, config: dict[str, Any], inputs: dict[str, str]) -> list[str]:
+    """List where another run of the same table differs in its benchmark, data or backbone."""
+    changed = difference(shared_config(run.config), shared_config(config))
+    return changed + difference(run.inputs, inputs)
 
 
 def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
@@ -180,14 +183,15 @@ def rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     check_comparable(runs)
     groups = by_method(runs)
     reference = {run.seed: run.measures()["A_N"] for run in groups.get(REFERENCE, [])}
-    table = []
-    for method, trials in groups.items():
-        row = {"method": method, **summary(trials), "difference": None}
-        if method != REFERENCE:
-            row["difference"] = _difference(trials, reference)
-        row["published"] = published_row(trials[0].config)
-        table.append(row)
-    return table
+    return [
+        {
+            "method": method,
+            **summary(trials),
+            "difference": _difference(trials, reference) if method != REFERENCE else None,
+            "published": published_row(trials[0].config),
+        }
+        for method, trials in groups.items()
+    ]
 
 
 def summary(trials: Sequence[FinishedRun]) -> dict[str, Any]:
@@ -226,8 +230,7 @@ def sweep_rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
 def published(benchmark: str) -> dict[str, Any]:
     """Read the paper's numbers: A and F as [mean, std], params as [trained, final], in %."""
     text = Path(__file__).with_name("published.yaml").read_text("utf-8")
-    rows: dict[str, Any] = yaml.safe_load(text).get(benchmark, {})
-    return rows
+    return yaml.safe_load(text).get(benchmark, {})
 
 
 def published_row(config: dict[str, Any]) -> dict[str, Any] | None:

@@ -19,22 +19,11 @@ from lightning_fabric.loggers.logger import Logger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 
 from coda_prompt import methods
+from coda_prompt.bench import report
 from coda_prompt.bench.cost import multiply_adds
 from coda_prompt.bench.environment import PeakMemory, describe_environment, input_hashes
 from coda_prompt.bench.inputs import InputCache, load_stream
-from coda_prompt.bench.runs import (
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    LEARNED,
-    RESULT,
-    Run,
-    difference,
-    read_json,
-    shared_config,
-    write_json,
-)
+from coda_prompt.bench.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, RESULT, Run, write_json
 from coda_prompt.data.stream import Stream
 from coda_prompt.errors import CorruptRun, FolderBusy, Interrupted, MissingExtra, RunConfigChanged
 from coda_prompt.methods import Method
@@ -50,6 +39,8 @@ from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Event, Result
 
 log = logging.getLogger(__name__)
+
+EVENTS, LEARNED = "events.jsonl", "learned.safetensors"
 
 OnEvent = Callable[[Run, Event], None]
 
@@ -108,7 +99,17 @@ def execute(
             on_checkpoint=mirror.push if mirror is not None else lambda: None,
         )
         recorder.restore(checkpointer.latest)
-        _train(job, fabric, recorder, checkpointer, should_stop)
+        training = run.benchmark.method_training(run.method, run.seed)
+        engine = Engine(
+            job.views, training, fabric=fabric, on_event=recorder.record, should_stop=should_stop
+        )
+        engine.run(
+            job.method,
+            job.stream,
+            checkpointer=checkpointer,
+            result=recorder.result,
+            measure_every=run.benchmark.measure_every,
+        )
         if writes:
             _write_result(job, recorder, memory)
         checkpointer.remove()
@@ -151,21 +152,10 @@ def _prepare(run: Run, inputs: InputCache, fabric: Fabric) -> Job:
 
 def _check_same_inputs(run: Run, environment: dict[str, Any]) -> None:
     """Check that finished rows of this table used the same stream, data and weights."""
-    config, hashes = shared_config(as_json(run.config)), input_hashes(environment)
-    for result in sorted(run.folder.parent.parent.glob(f"*/trial-*/{RESULT}")):
-        path = result.with_name(ENVIRONMENT)
-        try:
-            other = input_hashes(read_json(path))
-        except (LookupError, TypeError) as error:
-            raise CorruptRun(path, "does not contain the hashes of its inputs") from error
-        changed = difference(shared_config(read_json(result.with_name(CONFIG))), config)
-        changed += [
-            f"{name} sha256: {other[name]} -> {sha256}"
-            for name, sha256 in hashes.items()
-            if other[name] != sha256
-        ]
-        if changed:
-            raise RunConfigChanged(result.parent, changed)
+    config, inputs = as_json(run.config), input_hashes(environment)
+    for path in sorted(run.folder.parent.parent.glob(f"*/trial-*/{RESULT}")):
+        if changed := report.differences(report.read_run(path.parent), config, inputs):
+            raise RunConfigChanged(path.parent, changed)
 
 
 @contextlib.contextmanager
@@ -259,27 +249,6 @@ def _restore_result(result: Result, checkpoint: Checkpoint) -> tuple[int, float]
         raise CorruptRun(CHECKPOINTS, "its progress is not that of a run") from error
 
 
-def _train(
-    job: Job,
-    fabric: Fabric,
-    recorder: Recorder,
-    checkpointer: Checkpointer,
-    should_stop: Callable[[], bool],
-) -> None:
-    """Learn the remaining tasks and measure after each."""
-    training = job.run.benchmark.method_training(job.run.method, job.run.seed)
-    engine = Engine(
-        job.views, training, fabric=fabric, on_event=recorder.record, should_stop=should_stop
-    )
-    engine.run(
-        job.method,
-        job.stream,
-        checkpointer=checkpointer,
-        result=recorder.result,
-        measure_every=job.run.benchmark.measure_every,
-    )
-
-
 def _write_result(job: Job, recorder: Recorder, memory: PeakMemory) -> None:
     """Write the result, which marks the run as finished."""
     seconds = recorder.seconds
@@ -351,21 +320,15 @@ def _curves(event: Event) -> tuple[dict[str, float], int]:
 
 def _event_fields(event: Event) -> dict[str, Any]:
     """Return an event as JSON values, without fields that do not apply to it (NaN)."""
-    return {
-        name: value
-        for name, value in dataclasses.asdict(event).items()
-        if not (isinstance(value, float) and math.isnan(value))
-    }
+    fields = dataclasses.asdict(event)
+    return {name: value for name, value in fields.items() if value == value}  # NaN != NaN
 
 
 def _measurements(result: Result) -> dict[str, Any]:
     """Return a result as JSON values: null for accuracies that were not measured."""
-    matrices = {"matrix": result.matrix, "own_classes": result.own_classes}
-    return {
-        **{
-            name: [[None if math.isnan(value) else float(value) for value in row] for row in matrix]
-            for name, matrix in matrices.items()
-        },
-        "test_images": result.test_images,
-        "losses": result.losses,
-    }
+    matrix, own_classes = (
+        [[None if math.isnan(value) else float(value) for value in row] for row in values]
+        for values in (result.matrix, result.own_classes)
+    )
+    counts = {"test_images": result.test_images, "losses": result.losses}
+    return {"matrix": matrix, "own_classes": own_classes, **counts}

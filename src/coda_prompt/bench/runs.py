@@ -16,7 +16,7 @@ from coda_prompt.errors import CorruptRun, RunConfigChanged
 from coda_prompt.storage.files import as_json, write_atomically
 
 CONFIG, ENVIRONMENT, RESULT = "config.json", "environment.json", "result.json"
-EVENTS, CHECKPOINTS, LEARNED = "events.jsonl", "checkpoints", "learned.safetensors"
+CHECKPOINTS = "checkpoints"
 EXCLUDED_FIELDS = {
     "methods", "training", "trials", "first_seed", "demo", "data", "lists", "classes", "protocol",
     "one_stage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from coda_prompt.bench.config import (
-    Override,
-    Section,
-    bad_field,
-    check_rows,
-    load_benchmark,
-    parse_value,
-    read_fields,
-    shipped,
-)
+from coda_prompt.bench import config
 from coda_prompt.bench.runs import Point, Run, row_folder, runs_of
 from coda_prompt.errors import BadOption, UnknownName
 
@@ -27,7 +19,7 @@ METHOD_SECTIONS = ("options", "training")
 """Fields in these sections are set for each method of a line; all others for the benchmark."""
 
 
-class Line(Section):
+class Line(config.Section):
     """One line of a plot: methods, a field and its values."""
 
     methods: tuple[str, ...] = Field(min_length=1)
@@ -43,7 +35,7 @@ class Line(Section):
         return ("methods", method, *parts) if parts[0] in METHOD_SECTIONS else parts
 
 
-class Sweep(Section):
+class Sweep(config.Section):
     """A benchmark and the lines of its plots."""
 
     name: str
@@ -65,29 +57,26 @@ def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: 
     """
     is_file = Path(name).suffix in (".yaml", ".yml", ".json")
     all_methods = list(chosen) == ["all"]
-    if not is_file and name not in shipped("sweeps") and values:
+    if not is_file and name not in config.shipped("sweeps") and values:
         benchmark = benchmark or "pocket"
-        rows = tuple(load_benchmark(benchmark).methods) if all_methods else chosen or ("coda-p",)
-        fields: dict[str, Any] = {
-            "name": name,
-            "benchmark": benchmark,
-            "lines": [{"methods": rows, "field": name, "values": ()}],
-        }
+        known = tuple(config.load_benchmark(benchmark).methods)
+        line = {"methods": known if all_methods else chosen or ("coda-p",), "field": name}
+        fields: dict[str, Any] = {"name": name, "benchmark": benchmark, "lines": [line]}
     elif not is_file and "." in name:
         raise BadOption("coda sweep", "values", f"give the values of '{name}'")
     else:
-        fields = read_fields(name, "sweep", "sweeps")
+        fields = config.read_fields(name, "sweep", "sweeps")
         elsewhere = fields.pop("elsewhere", {})
         fields["benchmark"] = benchmark or fields.get("benchmark")
         fields |= elsewhere.get(benchmark, {}) if isinstance(elsewhere, dict) else {}
     try:
         sweep = Sweep(**(_with_values(fields, values) if values else fields))
     except ValidationError as error:
-        raise bad_field(f"sweep {name}", error, {"lines": Line}, Sweep) from error
+        raise config.bad_field(f"sweep {name}", error, {"lines": Line}, Sweep) from error
     return _select_methods(sweep, chosen) if chosen and not all_methods else sweep
 
 
-def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[Run]:
+def sweep_runs(sweep: Sweep, overrides: Iterable[config.Override], out: Path) -> list[Run]:
     """List the runs of a sweep: every point of every line, trial by trial."""
     settings = [(tuple(path.split(".")), value) for path, value in sweep.settings.items()]
     common = [*settings, *overrides]
@@ -99,8 +88,8 @@ def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[R
         for method in line.methods:
             for value in line.values or (_benchmark_value(sweep, common, line),):
                 setting = (line.path(method), value)
-                benchmark = load_benchmark(sweep.benchmark, [*common, setting])
-                check_rows(benchmark, [method])
+                benchmark = config.load_benchmark(sweep.benchmark, [*common, setting])
+                config.check_rows(benchmark, [method])
                 point = Point(sweep.name, line.axis or line.field, line.field, value)
                 folder = out / benchmark.name / f"sweep-{_file_name(sweep.name)}"
                 point_folder = folder / row_folder(method) / _file_name(f"{line.field}={value}")
@@ -108,17 +97,15 @@ def sweep_runs(sweep: Sweep, overrides: Iterable[Override], out: Path) -> list[R
                     replace(run, folder=point_folder / run.folder.name, point=point)
                     for run in runs_of(benchmark, [method], out)
                 ]
-    seen: set[Path] = set()
-    for run in runs:
-        if run.folder in seen:
-            raise BadOption("coda sweep", "values", f"two points would share {run.folder.parent}")
-        seen.add(run.folder)
+    shared = [folder for folder, count in Counter(run.folder for run in runs).items() if count > 1]
+    if shared:
+        raise BadOption("coda sweep", "values", f"two points would share {shared[0].parent}")
     return sorted(runs, key=lambda run: run.seed)
 
 
-def _benchmark_value(sweep: Sweep, common: Sequence[Override], line: Line) -> Any:
+def _benchmark_value(sweep: Sweep, common: Sequence[config.Override], line: Line) -> Any:
     """Return the benchmark's own value of a field, for a line without values."""
-    value: Any = load_benchmark(sweep.benchmark, common).model_dump(mode="json")
+    value: Any = config.load_benchmark(sweep.benchmark, common).model_dump(mode="json")
     for part in line.field.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if value is None:
@@ -131,10 +118,10 @@ def _with_values(fields: dict[str, Any], values: str) -> dict[str, Any]:
     if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
         return fields
     if len({line.get("field") for line in lines}) > 1:
-        raise BadOption(
-            "coda sweep", "values", "this sweep has several fields; set their values in a YAML file"
-        )
-    return {**fields, "lines": [{**line, "values": parse_value(f"[{values}]")} for line in lines]}
+        problem = "this sweep has several fields; set their values in a YAML file"
+        raise BadOption("coda sweep", "values", problem)
+    parsed = config.parse_value(f"[{values}]")
+    return {**fields, "lines": [{**line, "values": parsed} for line in lines]}
 
 
 def _select_methods(sweep: Sweep, chosen: Sequence[str]) -> Sweep:

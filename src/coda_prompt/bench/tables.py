@@ -24,14 +24,6 @@ PAIRS = {"A": ("mean", "std"), "F": ("mean", "std"), "params": ("trained", "fina
          "interval": ("low", "high")}  # fmt: skip
 """Column suffixes of pairs in a CSV file."""
 
-SHORT = {
-    "A_N": "A_N %",
-    "F_paper": "F %",
-    "learning": "when learned %",
-    "own_classes": "own classes %",
-    "trained_parameters": "trained %",
-    "seconds": "seconds",
-}
 ACCURACY = {
     "A_N": "A_N %",
     "average_incremental": "mean of A_t %",
@@ -48,8 +40,12 @@ COST = {
     "seconds": "seconds",
     "memory_mib": "peak MiB",
 }
+HEADS = {"method": "method", "trials": "trials", **ACCURACY, **COST}
+SHORT = ("A_N", "F_paper", "learning", "own_classes", "trained_parameters", "seconds")
+"""Measures in the table that `coda bench` prints."""
 CONSTANT = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
 """Measures that are the same in every trial."""
+SETTINGS = ("epochs", "batch_size", "learning_rate", "schedule", "queries")
 DIGITS = {"training_gmac": 3, "inference_gmac": 3, "seconds": 0, "memory_mib": 0}
 LATEX = {
     **{letter: f"\\{letter}" for letter in "%_&#{}$"},
@@ -79,8 +75,7 @@ class Table:
         columns = "l" + "r" * (len(self.heads) - 1)
         lines = ["{}" + " & ".join(_latex(cell) for cell in line) + r" \\" for line in self.cells]
         heads = " & ".join(_latex(head) for head in self.heads) + r" \\"
-        body = [r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"]
-        inner = "\n".join(body)
+        inner = "\n".join([r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"])
         title = f"% {' '.join(self.title.split())}"
         return f"{title}\n\\begin{{tabular}}{{{columns}}}\n{inner}\n\\end{{tabular}}\n"
 
@@ -103,20 +98,20 @@ class Table:
 
 def short(rows: Sequence[Row], title: str) -> Table:
     """Build the table that `coda bench` prints."""
-    heads = ["method", *SHORT.values(), f"A_N - {REFERENCE}"]
-    cells = [
-        [row["method"], *(cell(row, name) for name in SHORT), difference_cell(row)] for row in rows
-    ]
-    return Table(title, heads, cells)
+    return _measures(title, rows, ["method", *SHORT], f"A_N - {REFERENCE}")
 
 
 def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
     """Build all tables of a benchmark's report."""
-    tables = [_accuracy(rows), _cost(rows)]
+    accuracy = ["method", "trials", *ACCURACY]
+    tables = [
+        _measures("Accuracy and forgetting", rows, accuracy, f"A_N - {REFERENCE} [95 %]"),
+        _measures("Cost per run and per image", rows, ["method", *COST]),
+    ]
     if any(row["published"] for row in rows):
         tables.append(_comparison_with_paper(rows))
-    remarks = _remarks(runs)
-    return [*tables, _settings(runs), *([remarks] if remarks.cells else [])]
+    tables += [_settings(runs), _remarks(runs)]
+    return [table for table in tables if table.cells]
 
 
 def _remarks(runs: Sequence[FinishedRun]) -> Table:
@@ -157,23 +152,14 @@ def sweep(rows: Sequence[Row]) -> list[Table]:
     return tables
 
 
-def _accuracy(rows: Sequence[Row]) -> Table:
-    heads = ["method", "trials", *ACCURACY.values(), f"A_N - {REFERENCE} [95 %]"]
-    cells = [
-        [
-            row["method"],
-            str(row["trials"]),
-            *(cell(row, name) for name in ACCURACY),
-            difference_cell(row),
-        ]
-        for row in rows
-    ]
-    return Table("Accuracy and forgetting", heads, cells)
-
-
-def _cost(rows: Sequence[Row]) -> Table:
-    cells = [[row["method"], *(cell(row, name) for name in COST)] for row in rows]
-    return Table("Cost per run and per image", ["method", *COST.values()], cells)
+def _measures(title: str, rows: Sequence[Row], names: list[str], difference: str = "") -> Table:
+    """Build a table of measures; `difference` is the head of a last column that compares A_N."""
+    heads = [HEADS[name] for name in names]
+    cells = [[cell(row, name) for name in names] for row in rows]
+    if difference:
+        heads.append(difference)
+        cells = [[*line, difference_cell(row)] for line, row in zip(cells, rows, strict=True)]
+    return Table(title, heads, cells)
 
 
 def _comparison_with_paper(rows: Sequence[Row]) -> Table:
@@ -208,25 +194,15 @@ def _settings(runs: Sequence[FinishedRun]) -> Table:
         config = trials[0].config
         training = config["training"]
         rate = training["learning_rate"]
-        settings = [
-            str(training["epochs"]),
-            str(training["batch_size"]),
-            "the method's" if rate is None else f"{rate:g}",
-            training["schedule"],
-            training["queries"],
-        ]
-        if _is_closed_form(config):
-            settings = [DASH] * len(settings)
+        settings = {**training, "learning_rate": "the method's" if rate is None else f"{rate:g}"}
+        entry = METHODS.get(config["implementation"])  # a report does not load methods from files
+        if entry is not None and entry.type.closed_form:
+            settings = dict.fromkeys(SETTINGS, DASH)
         changed = _changed_options(config)
         options = ", ".join(f"{name}={value}" for name, value in changed.items()) or DASH
-        lines.append([method, *settings, options])
+        lines.append([method, *(str(settings[name]) for name in SETTINGS), options])
     heads = ["method", "epochs", "batch", "learning rate", "schedule", "queries", "other options"]
     return Table("Settings", heads, lines)
-
-
-def _is_closed_form(config: Mapping[str, Any]) -> bool:
-    entry = METHODS.get(config["implementation"])  # a report does not load methods from files
-    return entry is not None and entry.type.closed_form
 
 
 def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +214,9 @@ def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cell(row: Row, name: str) -> str:
-    """Format a measure as `mean ± std`, or a dash if it was not measured."""
+    """Format a measure as `mean ± std`, or a dash if it was not measured; other fields as text."""
+    if not isinstance(row[name], Mapping):
+        return str(row[name])
     mean, std = row[name]["mean"], row[name]["std"]
     if mean is None:
         return DASH

@@ -1,36 +1,19 @@
 """Commands that run benchmarks: bench, sweep, report."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coda_prompt.cli.options import (
-    AsJson,
-    Benchmark,
-    Data,
-    DryRun,
-    Methods,
-    Precision,
-    Queries,
-    Set,
-    SweepBenchmark,
-    SweepField,
-    SweepValues,
-    Trials,
-    UseValidation,
-    Views,
-    run_options,
-    with_options,
-)
+from coda_prompt.cli import options
 from coda_prompt.console import print_json, stderr_console, stdout_console
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
-    from coda_prompt.bench import config
-    from coda_prompt.bench.launcher import RunOptions
+    from coda_prompt.bench import config, launcher
+    from coda_prompt.bench.tables import Table
 
 app = typer.Typer()
 
@@ -44,21 +27,21 @@ SAVED = "benchmark.json"
     "`coda bench pocket --set training.epochs=2 --set methods.coda-p.options.length=4`; "
     "`coda bench imagenet-r-10 --data DIR --set protocol=release-2023`"
 )
-@with_options(run=run_options)
+@options.with_options(run=options.run_options)
 def bench(
-    benchmark: Benchmark,
-    methods: Methods = None,
-    trials: Trials = None,
-    data: Data = None,
-    override: Set = None,
-    precision: Precision = None,
-    validation: UseValidation = False,
-    queries: Queries = None,
-    views: Views = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    benchmark: options.Benchmark,
+    methods: options.Methods = None,
+    trials: options.Trials = None,
+    data: options.Data = None,
+    override: options.Set = None,
+    precision: options.Precision = None,
+    validation: options.UseValidation = False,
+    queries: options.Queries = None,
+    views: options.Views = None,
+    dry_run: options.DryRun = False,
+    as_json: options.AsJson = False,
     *,
-    run: "RunOptions",
+    run: "launcher.RunOptions",
 ) -> None:
     """Run a benchmark (every method, every trial) and print a table of the results.
 
@@ -90,12 +73,8 @@ def bench(
     if as_json:
         print_json({"rows": rows})
         return
-    paths = plots.benchmark_plots(finished, folder)
-    if run.mirror is not None:
-        run.mirror.push()
     title = f"{resolved.name}: {resolved.description}"
-    stdout_console().print(tables.short(rows, title).rich())
-    stderr_console().print("Plots: " + ", ".join(str(path) for path in paths))
+    _print_results([tables.short(rows, title)], plots.benchmark_plots(finished, folder), run)
 
 
 @app.command(
@@ -103,20 +82,20 @@ def bench(
     "`coda sweep tuning --data DIR --methods coda-p`; "
     "`coda sweep training.learning_rate pocket --methods ft,ft++ --values 1e-4,1e-3,1e-2`"
 )
-@with_options(run=run_options)
+@options.with_options(run=options.run_options)
 def sweep(
-    what: SweepField,
-    benchmark: SweepBenchmark = None,
-    methods: Methods = None,
-    values: SweepValues = "",
-    trials: Trials = None,
-    data: Data = None,
-    override: Set = None,
-    precision: Precision = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    what: options.SweepField,
+    benchmark: options.SweepBenchmark = None,
+    methods: options.Methods = None,
+    values: options.SweepValues = "",
+    trials: options.Trials = None,
+    data: options.Data = None,
+    override: options.Set = None,
+    precision: options.Precision = None,
+    dry_run: options.DryRun = False,
+    as_json: options.AsJson = False,
     *,
-    run: "RunOptions",
+    run: "launcher.RunOptions",
 ) -> None:
     """Run a benchmark with one field at several values and plot accuracy against them.
 
@@ -137,11 +116,7 @@ def sweep(
         print_json({"rows": rows})
         return
     paths = plots.sweep_plots(rows, runs[0].folder.parents[2])
-    if run.mirror is not None:
-        run.mirror.push()
-    for table in tables.sweep(rows):
-        stdout_console().print(table.rich())
-    stderr_console().print("Plots: " + ", ".join(str(path) for path in paths))
+    _print_results(tables.sweep(rows), paths, run)
 
 
 @app.command(epilog="Example: `coda report runs -o report`")
@@ -150,24 +125,19 @@ def report(
         str, typer.Argument(help="Folder that contains run folders at any depth, or a remote path.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("report"),
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write tables and plots of finished runs: terminal, Markdown, CSV, LaTeX and one HTML page."""
+    from coda_prompt.bench import html
+    from coda_prompt.bench.report import read_runs
     from coda_prompt.storage.remote import Mirror, local_folder
 
     folder, remote = local_folder(runs)
-    if remote is not None:
-        with tempfile.TemporaryDirectory() as copy:  # a benchmark may be running in its own copy
-            Mirror(Path(copy) / "runs", remote).pull()
-            _write_report(Path(copy) / "runs", out, as_json)
-    else:
-        _write_report(folder, out, as_json)
-
-
-def _write_report(folder: Path, out: Path, as_json: bool) -> None:
-    from coda_prompt.bench import html, report
-
-    parts, written = html.write_report(report.read_runs(folder), folder, out)
+    with tempfile.TemporaryDirectory() as copy:  # a benchmark may be running in its own copy
+        if remote is not None:
+            folder = Path(copy) / "runs"
+            Mirror(folder, remote).pull()
+        parts, written = html.write_report(read_runs(folder), folder, out)
     if as_json:
         print_json({"parts": {part.title: part.rows for part in parts}})
         return
@@ -177,6 +147,16 @@ def _write_report(folder: Path, out: Path, as_json: bool) -> None:
         for table in part.tables:
             console.print(table.rich())
     stderr_console().print(f"Report: {written}")
+
+
+def _print_results(
+    tables: Iterable["Table"], plots: Iterable[Path], run: "launcher.RunOptions"
+) -> None:
+    if run.mirror is not None:
+        run.mirror.push()
+    for table in tables:
+        stdout_console().print(table.rich())
+    stderr_console().print("Plots: " + ", ".join(str(path) for path in plots))
 
 
 def _overrides(

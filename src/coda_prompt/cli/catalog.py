@@ -1,14 +1,12 @@
 """Commands that list methods and backbones."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from coda_prompt.cli.options import AsJson
+from coda_prompt.console import print_json, stdout_console, table
 
 app = typer.Typer()
 
@@ -24,20 +22,16 @@ def methods(
     """List the methods, or the options of one method."""
     from coda_prompt.methods import METHODS, describe
 
-    names = [name] if name else list(METHODS)
-    descriptions = [describe(each) for each in names]
+    descriptions = [describe(each) for each in ([name] if name else METHODS)]
     if as_json:
-        typer.echo(json.dumps({"rows": descriptions}, indent=2))
-        return
-    if name:
-        table = Table("option", "default", "meaning", title=f"{name}: {descriptions[0]['summary']}")
-        for option in descriptions[0]["options"]:
-            table.add_row(option["name"], str(option["default"]), option["meaning"])
+        print_json({"rows": descriptions})
+    elif name:
+        options = [list(option.values()) for option in descriptions[0]["options"]]
+        title = f"{name}: {descriptions[0]['summary']}"
+        stdout_console().print(table(["option", "default", "meaning"], options, title))
     else:
-        table = Table("method", "description")
-        for description in descriptions:
-            table.add_row(description["name"], description["summary"])
-    Console().print(table)
+        rows = [[each["name"], each["summary"]] for each in descriptions]
+        stdout_console().print(table(["method", "description"], rows))
 
 
 @app.command(epilog="Example: `coda convert deit.pth deit.safetensors`")
@@ -59,14 +53,10 @@ def backbones(as_json: AsJson = False) -> None:
     """
     from coda_prompt.model.catalog import CATALOG
 
+    names = ("name", "repository", "description")
+    rows = [{name: getattr(entry, name) for name in names} for entry in CATALOG.values()]
     if as_json:
-        rows = [
-            {"name": entry.name, "repository": entry.repository, "description": entry.description}
-            for entry in CATALOG.values()
-        ]
-        typer.echo(json.dumps({"rows": rows}, indent=2))
+        print_json({"rows": rows})
         return
-    table = Table("name", "weights", "description")
-    for entry in CATALOG.values():
-        table.add_row(entry.name, entry.repository or "built in", entry.description)
-    Console().print(table)
+    cells = [[row["name"], row["repository"] or "built in", row["description"]] for row in rows]
+    stdout_console().print(table(["name", "weights", "description"], cells))

@@ -32,10 +32,7 @@ def shards(
     from coda_prompt.data.packing import pack
 
     if out.startswith("memory://"):
-        raise BadOption(
-            "coda shards",
-            "out",
-            "memory:// ends with this command; use a folder or another remote path",
-        )
+        problem = "memory:// ends with this command; use a folder or another remote path"
+        raise BadOption("coda shards", "out", problem)
     written, images = pack(data, out, megabytes)
     typer.echo(f"{out}: {written} shards of {images} images", err=True)

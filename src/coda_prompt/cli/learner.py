@@ -9,50 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
-from coda_prompt.cli.options import (
-    AsCsv,
-    AsJson,
-    Backbone,
-    BackboneFile,
-    Device,
-    Epochs,
-    Folder,
-    Images,
-    LearnQueries,
-    Method,
-    MethodFile,
-    Model,
-    Precision,
-    SkipBad,
-    Top,
-    UnknownBelow,
-    Validation,
-    Watch,
-    device_options,
-    with_options,
-)
-from coda_prompt.console import (
-    ProgressBar,
-    decode_file_name,
-    escape_control_characters,
-    print_json,
-    print_line,
-    stderr_console,
-    stdout_console,
-    table,
-)
-from coda_prompt.errors import (
-    BadImage,
-    BadImages,
-    BadOption,
-    CorruptFile,
-    MissingData,
-    join_names,
-)
+from coda_prompt import console
+from coda_prompt.cli import options
+from coda_prompt.errors import BadImage, BadImages, BadOption, CorruptFile, MissingData, join_names
 from coda_prompt.preprocessing import input_kind
 
 if TYPE_CHECKING:
@@ -76,19 +37,19 @@ ALREADY_LEARNED = (
     "`coda learn my-model more-photos/ --watch validation-photos/`; "
     "`coda learn my-model photos/ --backbone vit-b16-in21k --method coda-p --epochs 10`"
 )
-@with_options(devices=device_options)
+@options.with_options(devices=options.device_options)
 def learn(
-    model: Model,
-    folder: Folder,
-    backbone: Backbone = None,
-    method: Method = None,
-    epochs: Epochs = None,
-    queries: LearnQueries = None,
-    val: Validation = 0.2,
-    watch: Watch = None,
-    precision: Precision = None,
-    skip_bad: SkipBad = False,
-    as_json: AsJson = False,
+    model: options.Model,
+    folder: options.Folder,
+    backbone: options.Backbone = None,
+    method: options.Method = None,
+    epochs: options.Epochs = None,
+    queries: options.LearnQueries = None,
+    val: options.Validation = 0.2,
+    watch: options.Watch = None,
+    precision: options.Precision = None,
+    skip_bad: options.SkipBad = False,
+    as_json: options.AsJson = False,
     *,
     devices: "Devices",
 ) -> None:
@@ -102,7 +63,7 @@ def learn(
     from coda_prompt.shutdown import ShutdownFlag
 
     devices = dataclasses.replace(devices, precision=precision or "32-true")
-    stop, console = ShutdownFlag(), stderr_console()
+    stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
         rank_zero = fabric.global_rank == 0
         if rank_zero:
@@ -116,11 +77,12 @@ def learn(
             if rank_zero:
                 store.refresh_copies(model)
                 store.end_lesson(model)
-            typer.echo(ALREADY_LEARNED.format(escape_control_characters(str(model))), err=True)
+            shown = console.escape_control_characters(str(model))
+            typer.echo(ALREADY_LEARNED.format(shown), err=True)
             return
-        _print_lesson(console, classifier, images, watched)
+        _print_lesson(classifier, images, watched)
         stack.enter_context(stop.handling_signals())
-        with LearnerProgress(console) as progress:
+        with LearnerProgress() as progress:
             learned = classifier.learn(
                 images,
                 validation=val,
@@ -134,7 +96,7 @@ def learn(
         if rank_zero:
             classifier.write(model)
             if as_json:
-                print_json(dataclasses.asdict(learned))
+                console.print_json(dataclasses.asdict(learned))
             else:
                 _print_learned(learned, classifier, model)
             sys.stdout.flush()
@@ -147,16 +109,16 @@ def learn(
     "`coda predict my-model *.png --top 3 --unknown-below 0.5`"
 )
 def predict(
-    model: Model,
-    images: Images,
-    top: Top = 5,
-    unknown_below: UnknownBelow = 0.0,
-    backbone: BackboneFile = None,
-    method: MethodFile = None,
-    device: Device = "auto",
-    skip_bad: SkipBad = False,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    model: options.Model,
+    images: options.Images,
+    top: options.Top = 5,
+    unknown_below: options.UnknownBelow = 0.0,
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+    device: options.Device = "auto",
+    skip_bad: options.SkipBad = False,
+    as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
 ) -> None:
     """Predict the class of images."""
     from coda_prompt.data.resolve import image_paths
@@ -173,7 +135,7 @@ def predict(
         raise BadImages([BadImage(path, "there is no such file") for path in missing])
     if not paths:
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
-    with LearnerProgress(stderr_console()) as progress:
+    with LearnerProgress() as progress:
         predictions = classifier.predictor.predict(
             paths,
             top=top,
@@ -181,62 +143,58 @@ def predict(
             on_bad=_print_left_out if skip_bad else None,
             on_event=progress.on_event,
         )
-        rows = ((decode_file_name(paths[index]), prediction) for index, prediction in predictions)
+        rows = ((console.decode_file_name(paths[index]), each) for index, each in predictions)
         if as_csv:
             _print_csv(rows)
         elif as_json:
-            print_json([{"path": path, **prediction.as_dict()} for path, prediction in rows])
+            console.print_json([{"path": path, **each.as_dict()} for path, each in rows])
         else:
-            stdout_console().print(_prediction_table(rows, next_best=top > 1))
+            console.stdout_console().print(_prediction_table(rows, next_best=top > 1))
 
 
 @app.command(epilog="Example: `coda evaluate my-model test-photos/`")
 def evaluate(
-    model: Model,
-    folder: Folder,
-    backbone: BackboneFile = None,
-    method: MethodFile = None,
-    device: Device = "auto",
-    skip_bad: SkipBad = False,
-    as_json: AsJson = False,
+    model: options.Model,
+    folder: options.Folder,
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+    device: options.Device = "auto",
+    skip_bad: options.SkipBad = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure the accuracy of a model: overall, per class and per task."""
     from coda_prompt.learner.card import percent
     from coda_prompt.learner.classifier import ContinualClassifier
 
     classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
-    with LearnerProgress(stderr_console()) as progress:
+    with LearnerProgress() as progress:
         evaluation = classifier.evaluate(folder, skip_bad=skip_bad, on_event=progress.on_event)
     for problem in evaluation.left_out:
-        print_line(stderr_console(), f"left out: {problem}")
+        _print_left_out(problem)
     if as_json:
-        print_json(dataclasses.asdict(evaluation))
+        console.print_json(dataclasses.asdict(evaluation))
         return
     weakest = sorted(evaluation.classes.items(), key=lambda item: item[1].accuracy)
-    classes = [[name, str(each.images), percent(each.accuracy)] for name, each in weakest]
-    console = stdout_console()
-    console.print(table(["class", "images", "accuracy"], classes, "Classes, weakest first"))
-    tasks = [
-        [
-            str(task.number),
-            join_names(task.classes, 6),
-            str(task.images),
-            percent(task.accuracy),
-            percent(task.accuracy_own),
-            percent(classifier.tasks_[task.number - 1]["accuracy_own"]),
-        ]
-        for task in evaluation.tasks
-    ]
+    classes = [[name, each.images, percent(each.accuracy)] for name, each in weakest]
+    stdout = console.stdout_console()
+    stdout.print(console.table(["class", "images", "accuracy"], classes, "Classes, weakest first"))
+    tasks = []
+    for task in evaluation.tasks:
+        when_learned = classifier.tasks_[task.number - 1]["accuracy_own"]
+        shares = map(percent, (task.accuracy, task.accuracy_own, when_learned))
+        tasks.append([task.number, join_names(task.classes, 6), task.images, *shares])
     heads = ["task", "classes", "images", "accuracy", "among own classes", "when learned"]
-    console.print(table(heads, tasks, "Accuracy by task"))
-    console.print(
+    stdout.print(console.table(heads, tasks, "Accuracy by task"))
+    stdout.print(
         f"{evaluation.images} images: {percent(evaluation.accuracy)} correct; "
         f"expected calibration error {percent(evaluation.calibration_error)}"
     )
 
 
 @app.command(epilog="Example: `coda info my-model`")
-def info(model: Model, backbone: BackboneFile = None, as_json: AsJson = False) -> None:
+def info(
+    model: options.Model, backbone: options.BackboneFile = None, as_json: options.AsJson = False
+) -> None:
     """Show what a model has learned, when, its size and its backbone.
 
     The backbone is only needed to check whether a file is it (--backbone).
@@ -251,44 +209,34 @@ def info(model: Model, backbone: BackboneFile = None, as_json: AsJson = False) -
         check_backbone(description.backbone, backbone, model)
     sizes = store.size_on_disk(model)
     if as_json:
-        print_json({**description.model_dump(mode="json"), "bytes": sizes})
+        console.print_json({**description.model_dump(mode="json"), "bytes": sizes})
         return
     previous = sizes.get(store.PREVIOUS)
     undo = "" if previous is None else f" (and {previous / 1e6:.2f} MB to undo the newest task)"
-    console = stdout_console()
-    print_line(
-        console,
-        f"{decode_file_name(str(model))}: {len(description.classes)} classes in "
+    console.print_result(
+        f"{console.decode_file_name(str(model))}: {len(description.classes)} classes in "
         f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     made_on, pixels = description.backbone, description.pixels
-    origin = f", file {decode_file_name(made_on.path)}" if made_on.path else ""
+    origin = f", file {console.decode_file_name(made_on.path)}" if made_on.path else ""
     if made_on.path and backbone is None and not Path(made_on.path).exists():
         origin += " (not there: name it with --backbone when you use the model)"
-    print_line(
-        console,
+    console.print_result(
         f"backbone {made_on.name}, for {input_kind(pixels['channels'])}s of {pixels['size']} px, "
-        f"fingerprint {made_on.fingerprint[:16]}{origin}",
+        f"fingerprint {made_on.fingerprint[:16]}{origin}"
     )
-    rows = [
-        [
-            str(number + 1),
-            task.date[:10],
-            join_names(task.new, 6),
-            join_names(task.continued, 6),
-            str(sum(task.images.values())),
-            percent(task.accuracy),
-            percent(task.accuracy_own),
-        ]
-        for number, task in enumerate(description.tasks)
-    ]
+    rows = []
+    for number, task in enumerate(description.tasks, 1):
+        classes = (join_names(names, 6) for names in (task.new, task.continued))
+        shares = map(percent, (task.accuracy, task.accuracy_own))
+        rows.append([number, task.date[:10], *classes, sum(task.images.values()), *shares])
     heads = ["task", "date", "new", "continued", "images", "accuracy", "among own classes"]
-    console.print(table(heads, rows))
+    console.stdout_console().print(console.table(heads, rows))
 
 
 @app.command(epilog="Example: `coda undo my-model`")
-def undo(model: Model) -> None:
+def undo(model: options.Model) -> None:
     """Undo the newest task: restores the previous version of the model, bit for bit."""
     from coda_prompt.learner import store
 
@@ -298,15 +246,15 @@ def undo(model: Model) -> None:
         store.restore_previous(model)
     restored = store.read_model(model).description
     counts = f"{len(restored.classes)} classes in {len(restored.tasks)} tasks"
-    print_line(stderr_console(), f"{decode_file_name(str(model))}: back to {counts}")
+    console.print_message(f"{console.decode_file_name(str(model))}: back to {counts}")
 
 
 @app.command(epilog="Example: `coda export my-model model.onnx`")
 def export(
-    model: Model,
+    model: options.Model,
     out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
-    backbone: BackboneFile = None,
-    method: MethodFile = None,
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
 ) -> None:
     """Export a model and its backbone as one ONNX graph that runs without torch."""
     from coda_prompt.learner.classifier import ContinualClassifier
@@ -316,15 +264,16 @@ def export(
     if out.is_dir():
         raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
     ContinualClassifier.load(model, backbone=backbone, method=method).export_onnx(out)
-    print_line(stderr_console(), f"{decode_file_name(str(out))}: {out.stat().st_size / 1e6:.1f} MB")
+    size = out.stat().st_size / 1e6
+    console.print_message(f"{console.decode_file_name(str(out))}: {size:.1f} MB")
 
 
-class LearnerProgress(ProgressBar):
+class LearnerProgress(console.ProgressBar):
     """A progress bar over the steps of a training or the images of a pass."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console, TimeRemainingColumn())
-        self._line = self.bar.add_task("reading images", total=None)
+    def __init__(self) -> None:
+        super().__init__()
+        self._line = self.add_task("reading images", total=None)
 
     def on_event(self, event: "Event") -> None:
         if event.kind == "pass":
@@ -335,30 +284,27 @@ class LearnerProgress(ProgressBar):
             self._update(status, done, event.epochs * event.steps)
 
     def _update(self, status: str, done: int, total: int) -> None:
-        self.bar.update(self._line, description=status, completed=done, total=total)
+        self.update(self._line, description=status, completed=done, total=total)
 
 
 def _print_lesson(
-    console: Console,
-    classifier: "ContinualClassifier",
-    images: "Labelled",
-    watched: "Labelled | None",
+    classifier: "ContinualClassifier", images: "Labelled", watched: "Labelled | None"
 ) -> None:
     """Print what is about to be learned, what was left out, and warnings."""
     from coda_prompt.learner.advice import summary
 
     if (chosen := classifier.choose_backbone(images)) is not None:
-        print_line(console, chosen)
+        console.print_message(chosen)
     made_of = f"{classifier.method_name} on {classifier.backbone_name}"
-    print_line(console, f"{summary(images)}; {made_of}")
+    console.print_message(f"{summary(images)}; {made_of}")
     for problem in images.bad:
-        print_line(console, f"left out: {problem}")
+        _print_left_out(problem)
     for warning in classifier.warnings(images, watched):
-        print_line(console, f"warning: {warning}", style="yellow")
+        console.print_message(f"warning: {warning}", style="yellow")
 
 
-def _print_left_out(problem: BadImage) -> None:
-    print_line(stderr_console(), f"left out: {problem}")
+def _print_left_out(problem: BadImage | str) -> None:
+    console.print_message(f"left out: {problem}")
 
 
 def _print_csv(rows: Iterable[tuple[str, "Prediction"]]) -> None:
@@ -378,7 +324,7 @@ def _prediction_table(rows: Iterable[tuple[str, "Prediction"]], *, next_best: bo
         others = [f"{other.label} {100 * other.probability:.0f} %" for other in each.top[1:]]
         line = [path, label, f"{100 * each.probability:.1f} %", ", ".join(others)]
         cells.append(line[: len(heads)])
-    return table(heads, cells)
+    return console.table(heads, cells)
 
 
 def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model: Path) -> None:
@@ -402,8 +348,7 @@ def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model:
         lines.append(f"watched classes: {percent(before)} -> {percent(after)}")
     size = (model / store.MODEL).stat().st_size / 1e6
     lines.append(
-        f"{decode_file_name(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"
+        f"{console.decode_file_name(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"
     )
-    console = stdout_console()
     for line in lines:
-        print_line(console, line)
+        console.print_result(line)

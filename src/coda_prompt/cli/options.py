@@ -1,5 +1,6 @@
 """Command-line options: each is defined once and shared by the commands that have it."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
     from coda_prompt.training.devices import Devices
 
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
-
-StrategyName = Literal["auto", "ddp", "fsdp"]
-PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 
 Model = Annotated[Path, typer.Argument(help="Model folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
@@ -38,11 +36,11 @@ Nodes = Annotated[
     ),
 ]
 Strategy = Annotated[
-    StrategyName,
+    Literal["auto", "ddp", "fsdp"],
     typer.Option(help="ddp: every device has the whole backbone; fsdp: it is sharded."),
 ]
 Precision = Annotated[
-    PrecisionName | None,
+    Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] | None,
     typer.Option(help="Floating-point precision. Default: the preset's, else 32-true."),
 ]
 Queries = Annotated[
@@ -147,8 +145,7 @@ Images = Annotated[
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes to list.")]
 UnknownBelow = Annotated[
-    float,
-    typer.Option(min=0, max=1, help="Unknown if the most probable class is below this."),
+    float, typer.Option(min=0, max=1, help="Unknown if the most probable class is below this.")
 ]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")]
 Benchmark = Annotated[
@@ -226,26 +223,24 @@ def with_options(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = {
-            name: parameter
-            for name, parameter in inspect.signature(command).parameters.items()
-            if name not in builders
-        }
+        own = dict(inspect.signature(command).parameters)
         added = {name: inspect.signature(builder).parameters for name, builder in builders.items()}
+        for name in builders:
+            del own[name]
         parameters = {
             name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for group in (own, *added.values())
             for name, parameter in group.items()
         }
 
+        @functools.wraps(command)
         def command_with_options(**values: Any) -> None:
-            arguments = {name: values[name] for name in own}
-            for name, builder in builders.items():
-                arguments[name] = builder(**{each: values[each] for each in added[name]})
-            command(**arguments)
+            built = {
+                name: builder(**{each: values.pop(each) for each in added[name]})
+                for name, builder in builders.items()
+            }
+            command(**values, **built)
 
-        command_with_options.__name__ = command.__name__
-        command_with_options.__doc__ = command.__doc__
         command_with_options.__annotations__ = {
             name: parameter.annotation for name, parameter in parameters.items()
         }

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from coda_prompt.cli.options import BackboneFile, Device, MethodFile
-from coda_prompt.console import print_line, stderr_console
+from coda_prompt.console import print_message
 from coda_prompt.errors import BadOption, MissingExtra
 
 app = typer.Typer()
@@ -70,10 +70,7 @@ def serve(
             folder, batching=batching, device=device, backbone=backbone, method=method
         )
         url_host = f"[{host}]" if ":" in host else host
-        print_line(
-            stderr_console(),
-            f"http://{url_host}:{listener.getsockname()[1]}/  (press Ctrl-C to stop)",
-        )
+        print_message(f"http://{url_host}:{listener.getsockname()[1]}/  (press Ctrl-C to stop)")
         config = uvicorn.Config(
             make_app(service, policy),
             log_level="warning",
@@ -95,10 +92,9 @@ def _model_folder(model: Path | None) -> Iterator[Path]:
         folder = Path(temporary) / DEMO_MODEL
         with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as original:
             shutil.copytree(original, folder)
-        print_line(
-            stderr_console(),
+        print_message(
             f"Serving a temporary copy of the demo model in {folder}, which is deleted at the end. "
-            "To save what you teach, serve a model of your own: coda serve MODEL",
+            "To save what you teach, serve a model of your own: coda serve MODEL"
         )
         yield folder
 

@@ -56,12 +56,9 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     if names >= {"train", "test"}:
         return _open_train_and_test(name, root, names - {"train", "test"})
     if names and names <= _SPLIT_NAMES:
-        raise MissingData(
-            root,
-            f"it has {_join_folder_names(names)} but not both train/ and test/",
-            "Name the two folders train and test, or point at a folder of class folders to have "
-            "it split 80/20.",
-        )
+        problem = f"it has {_join_folder_names(names)} but not both train/ and test/"
+        remedy = "Name the two folders train and test, or point at a folder of class folders to "
+        raise MissingData(root, problem, f"{remedy}have it split 80/20.")
     files = _complete_classes(folders)
     train: dict[str, list[str]] = {}
     test: dict[str, list[str]] = {}
@@ -87,19 +84,14 @@ def _open_train_and_test(name: str, root: Path, ignored: Collection[str]) -> Sou
     train = _complete_classes(class_folders(root / "train"))
     test = _complete_classes(class_folders(root / "test"))
     if train.keys() != test.keys():
-        differences = [
+        only = {"train": train.keys() - test.keys(), "test": test.keys() - train.keys()}
+        differences = "; ".join(
             f"only in {folder}/: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
-            for folder, names in (
-                ("train", train.keys() - test.keys()),
-                ("test", test.keys() - train.keys()),
-            )
+            for folder, names in only.items()
             if names
-        ]
-        raise MissingData(
-            root,
-            f"train/ and test/ have different classes ({'; '.join(differences)})",
-            "Create the same class folders in both.",
         )
+        problem = f"train/ and test/ have different classes ({differences})"
+        raise MissingData(root, problem, "Create the same class folders in both.")
     notes = (f"{_join_folder_names(ignored)} ignored next to train/ and test/",) if ignored else ()
     return Source(name, tuple(train), _file_split(train), _file_split(test), notes=notes)
 
@@ -155,17 +147,11 @@ def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
     for name, paths in files.items():
         for path in paths:
             if os.path.islink(path) and not os.path.exists(path):
-                raise MissingData(
-                    path,
-                    "the target of this link does not exist",
-                    "Restore the file or remove the link.",
-                )
+                problem = "the target of this link does not exist"
+                raise MissingData(path, problem, "Restore the file or remove the link.")
         if not paths:
-            raise MissingData(
-                folders.paths[name],
-                f"class '{name}' has no image",
-                f"Put images in it ({', '.join(sorted(SUFFIXES))}) or remove the folder.",
-            )
+            remedy = f"Put images in it ({', '.join(sorted(SUFFIXES))}) or remove the folder."
+            raise MissingData(folders.paths[name], f"class '{name}' has no image", remedy)
     return files
 
 
@@ -216,11 +202,9 @@ def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
                 else:
                     others.append(entry.path)
     except OSError as error:
-        raise MissingData(
-            folder,
-            f"the folder cannot be read ({error.strerror})",
-            "Check its permissions and that its disk is mounted.",
-        ) from error
+        problem = f"the folder cannot be read ({error.strerror})"
+        remedy = "Check its permissions and that its disk is mounted."
+        raise MissingData(folder, problem, remedy) from error
     return folders, images, others
 
 

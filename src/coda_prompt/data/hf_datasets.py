@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from coda_prompt.data.images import open_image
-from coda_prompt.data.sources import Integers, Source
+from coda_prompt.data.sources import Source, Split
 from coda_prompt.errors import BadImage, MissingData, MissingExtra
 
 PREFIX = "hub:"
@@ -30,17 +30,12 @@ class _Rows(NamedTuple):
     class_names: tuple[str, ...]
 
 
-class HubSplit:
+class HubSplit(Split):
     """A downloaded split of a dataset; images are decoded on access."""
-
-    domains: Integers | None = None
 
     def __init__(self, dataset: _Rows) -> None:
         self.name, self.rows, self.image_column = dataset.name, dataset.rows, dataset.image_column
-        self.labels: Integers = np.asarray(dataset.rows[dataset.label_column][:], np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        self.labels = np.asarray(dataset.rows[dataset.label_column][:], np.int64)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         name = f"{self.name}[{index}]"
@@ -113,12 +108,10 @@ def _load_dataset(name: str, **options: Any) -> Any:
     try:
         return datasets.load_dataset(name, **options)
     except Exception as error:  # the package and the network raise many types
-        raise MissingData(
-            f"{PREFIX}{name}",
-            f"the dataset could not be loaded ({error})",
-            "Check its name (owner/dataset) and the network. Without a network, download it on "
-            "another machine first.",
-        ) from error
+        problem = f"the dataset could not be loaded ({error})"
+        remedy = "Check its name (owner/dataset) and the network. Without a network, download it "
+        remedy += "on another machine first."
+        raise MissingData(f"{PREFIX}{name}", problem, remedy) from error
 
 
 def _train_and_test(name: str, splits: Any) -> list[_Rows]:
@@ -146,8 +139,7 @@ def _read_file(value: Any, name: str) -> bytes:
         if value["bytes"] is not None:
             return bytes(value["bytes"])
         with fsspec.open(value["path"], "rb") as file:
-            content: bytes = file.read()
-            return content
+            return file.read()
     except Exception as error:  # a missing image, or any error of a disk or network
         raise BadImage(name, f"it cannot be read ({error})") from error
 

@@ -20,10 +20,9 @@ from coda_prompt.preprocessing import Preprocessing
 # Tried in this order. Pillow's other decoders start programs (EPS) or are rare.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "JPEG2000", "AVIF")
 SUFFIXES = frozenset(
-    f".{name}"
-    for name in (
-        *("avif", "bmp", "gif", "jfif", "jp2", "jpe", "jpeg", "jpg"),
-        *("pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
+    (
+        *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"),
+        *(".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
     )
 )
 MAX_PIXELS = 89_478_485  # 256 MiB as RGB; Pillow warns of a decompression bomb from here on
@@ -68,11 +67,8 @@ def open_image(
         opened = io.BytesIO(file) if isinstance(file, bytes) else file
         with Image.open(opened, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise BadImage(
-                    path,
-                    f"{image.width} x {image.height} pixels are more than the limit of "
-                    f"{MAX_PIXELS:,}",
-                )
+                size = f"{image.width} x {image.height} pixels"
+                raise BadImage(path, f"{size} are more than the limit of {MAX_PIXELS:,}")
             if image.mode not in SUPPORTED_MODES:
                 raise BadImage(path, f"its color mode {image.mode} cannot be converted to RGB")
             if min_side is not None:
@@ -107,9 +103,8 @@ def apply_exif_orientation(image: Image.Image) -> Image.Image:
 def convert_channels(image: Image.Image, channels: int) -> Image.Image:
     """Convert to RGB (3) or grey (1): transparency over white, more than 8 bits scaled to 8."""
     if channels not in (1, 3):
-        raise BadOption(
-            "the preprocessing", "channels", f"images have 1 or 3 channels, not {channels}"
-        )
+        problem = f"images have 1 or 3 channels, not {channels}"
+        raise BadOption("the preprocessing", "channels", problem)
     mode = "RGB" if channels == 3 else "L"
     if image.mode == mode and "transparency" not in image.info:
         return image
@@ -139,9 +134,8 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise BadOption(
-                "the augmentation", "scale", f"{self.scale} is not 0 < low <= high <= 1"
-            )
+            problem = f"{self.scale} is not 0 < low <= high <= 1"
+            raise BadOption("the augmentation", "scale", problem)
         if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
             raise BadOption("the augmentation", "ratio", f"{self.ratio} is not 0 < low <= high")
         if not 0 <= self.flip <= 1:
@@ -247,12 +241,8 @@ def _center_crop_box(width: int, height: int, size: int) -> tuple[float, float, 
         full_width, full_height = shorter * width // height, shorter
     left, top = round((full_width - size) / 2), round((full_height - size) / 2)
     x_scale, y_scale = width / full_width, height / full_height  # source pixels per pixel
-    return (
-        left * x_scale,
-        top * y_scale,
-        min((left + size) * x_scale, width),
-        min((top + size) * y_scale, height),
-    )
+    right, bottom = min((left + size) * x_scale, width), min((top + size) * y_scale, height)
+    return left * x_scale, top * y_scale, right, bottom
 
 
 def _to_tensor(view: Image.Image, preprocessing: Preprocessing, flip: bool = False) -> torch.Tensor:

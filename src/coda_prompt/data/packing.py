@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import TimeRemainingColumn
-
-from coda_prompt.console import ProgressBar, stderr_console
+from coda_prompt.console import ProgressBar
 from coda_prompt.data.folders import folder_source
 from coda_prompt.data.hf_datasets import StreamedHubSplit, stream_hub_splits
 from coda_prompt.data.resolve import parse_name
@@ -24,7 +22,7 @@ from coda_prompt.data.shard_index import PACKING_STATE
 from coda_prompt.data.shards import CLASSES_FILE, SPLITS, parse_class_list
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.errors import BadOption, MissingData
-from coda_prompt.storage.files import write_atomically
+from coda_prompt.storage.files import as_json, write_atomically
 from coda_prompt.storage.remote import RemotePath
 
 Example = tuple[bytes, str, int]
@@ -63,31 +61,25 @@ def pack(data: str, out: str, megabytes: int) -> tuple[int, int]:
     if parse_class_list(class_list) != tuple(names):
         problem = f"a class has a name that cannot be written to {CLASSES_FILE}"
         raise MissingData(data, problem, "Rename it.")
-    job = {
-        "data": data,
-        "megabytes": megabytes,
-        "classes": names,
-        "state": {name: split.fingerprint for name, split in splits.items()},
-    }
-    target = (
-        _RemoteTarget(out) if "://" in out else _FolderTarget(Path(out).expanduser().absolute())
-    )
+    state = {name: split.fingerprint for name, split in splits.items()}
+    job = {"data": data, "megabytes": megabytes, "classes": names, "state": state}
+    target = _Target(out)
     done = _read_progress(target, job)
 
     def write_progress() -> None:
         target.put(PACKING_STATE, json.dumps({**job, "done": done}).encode())
 
     write_progress()
-    with ProgressBar(stderr_console(), TimeRemainingColumn()) as bar:
+    with ProgressBar() as bar:
         for name, split in splits.items():
             shards, images = done.get(name, (0, 0))
-            line = bar.bar.add_task(f"writing {name}", total=split.total, completed=images)
+            line = bar.add_task(f"writing {name}", total=split.total, completed=images)
             for group in _group_by_size(split.examples(images), megabytes << 20):
                 target.put(f"{name}-{shards:06}.tar", _make_tar(group, images))
                 shards, images = shards + 1, images + len(group)
                 done[name] = (shards, images)
                 write_progress()
-                bar.bar.update(line, completed=images)
+                bar.update(line, completed=images)
             if not images:
                 raise MissingData(data, f"there is no image for {name}", "Point at other data.")
     target.put(CLASSES_FILE, class_list)
@@ -124,92 +116,59 @@ def _open_hub(name: str) -> tuple[Sequence[str], dict[str, InputSplit]]:
     return names, dict(zip(SPLITS, map(make_split, streams), strict=True))
 
 
-class _FolderTarget:
-    """A local folder, created under another name and renamed when all shards are written."""
-
-    def __init__(self, out: Path) -> None:
-        self._out, self._unfinished = out, out.with_name(f".{out.name}.making")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise _not_empty(str(out))
-        self._unfinished.mkdir(parents=True, exist_ok=True)
-
-    def state(self) -> bytes | None:
-        path = self._unfinished / PACKING_STATE
-        return path.read_bytes() if path.exists() else None
-
-    def names(self) -> set[str]:
-        return {path.name for path in self._unfinished.iterdir()}
-
-    def clear(self) -> None:
-        for path in self._unfinished.iterdir():
-            path.unlink()
-
-    def put(self, name: str, content: bytes) -> None:
-        write_atomically(self._unfinished / name, content)
-
-    def finish(self) -> None:
-        (self._unfinished / PACKING_STATE).unlink()
-        if self._out.exists():
-            self._out.rmdir()
-        self._unfinished.replace(self._out)
-
-
-class _RemoteTarget:
-    """A remote path; the state file marks shards as unfinished."""
+class _Target:
+    """A folder or remote path; the state file marks its shards as unfinished."""
 
     def __init__(self, out: str) -> None:
-        self._remote = RemotePath(out, "coda shards")
+        self._is_remote = "://" in out
+        url = out if self._is_remote else str(Path(out).expanduser().absolute())
+        self._path = RemotePath(url, "coda shards")
 
-    def state(self) -> bytes | None:
-        try:
-            content: bytes = self._remote.call("cat_file", f"{self._remote.root}/{PACKING_STATE}")
-            return content
-        except FileNotFoundError:
-            return None
+    def state(self) -> bytes:
+        if PACKING_STATE not in self.names():
+            return b"{}"
+        return self._path.call("cat_file", f"{self._path.root}/{PACKING_STATE}")
 
     def names(self) -> set[str]:
-        root = self._remote.root
-        paths = self._remote.call("ls", root, False) if self._remote.call("exists", root) else []
+        root = self._path.root
+        paths = self._path.call("ls", root, False) if self._path.call("exists", root) else []
         return {str(path).rpartition("/")[2] for path in paths}
 
     def clear(self) -> None:
         """Delete unfinished shards; a folder that `coda shards` did not start is an error."""
         names = self.names()
         if names and PACKING_STATE not in names:
-            raise _not_empty(self._remote.url)
-        self._remote.call("makedirs", self._remote.root, True)
+            problem = f"{self._path.url} is not empty; use another folder"
+            raise BadOption("coda shards", "out", problem)
+        self._path.call("makedirs", self._path.root, True)
         for name in names:
             if name.endswith(".tar"):
-                self._remote.call("rm_file", f"{self._remote.root}/{name}")
+                self._path.call("rm_file", f"{self._path.root}/{name}")
 
     def put(self, name: str, content: bytes) -> None:
-        self._remote.call("pipe_file", f"{self._remote.root}/{name}", content)
+        path = f"{self._path.root}/{name}"
+        if self._is_remote:
+            self._path.call("pipe_file", path, content)
+        else:
+            write_atomically(Path(path), content)
 
     def finish(self) -> None:
-        self._remote.call("rm_file", f"{self._remote.root}/{PACKING_STATE}")
+        self._path.call("rm_file", f"{self._path.root}/{PACKING_STATE}")
 
 
-def _not_empty(out: str) -> BadOption:
-    return BadOption("coda shards", "out", f"{out} is not empty; use another folder")
-
-
-def _read_progress(
-    target: _FolderTarget | _RemoteTarget, job: dict[str, Any]
-) -> dict[str, tuple[int, int]]:
+def _read_progress(target: _Target, job: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the finished shards and images of each split if an earlier run had the same job."""
     try:
-        state = json.loads(target.state() or b"{}")
-        done = {
-            split: (int(counts[0]), int(counts[1])) for split, counts in state.pop("done").items()
-        }
+        state = json.loads(target.state())
+        counts = state.pop("done")
+        done = {name: (int(shards), int(images)) for name, (shards, images) in counts.items()}
         names = target.names()
-        consistent = all(0 < shards <= min(images, len(names)) for shards, images in done.values())
-        consistent = consistent and all(
-            f"{split}-{number:06}.tar" in names
-            for split, (shards, _) in done.items()
-            for number in range(shards)
+        consistent = all(
+            0 < shards <= min(images, len(names))
+            and all(f"{split}-{number:06}.tar" in names for number in range(shards))
+            for split, (shards, images) in done.items()
         )
-        if consistent and state == json.loads(json.dumps(job)):
+        if consistent and state == as_json(job):
             return done
     except (ValueError, TypeError, LookupError, AttributeError):
         pass

@@ -8,8 +8,7 @@ are unchanged.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +70,8 @@ def _turned(ink: Floats, random: np.random.Generator, strength: float) -> Floats
     tilt = random.uniform(0.5, 1.0, len(ink)) * random.choice([-1, 1], len(ink))
     angle = (np.deg2rad(60) * strength * tilt)[:, None, None]
     rows, columns = _centered_coordinates(ink)
-    return _sample(
-        ink,
-        np.cos(angle) * rows - np.sin(angle) * columns,
-        np.sin(angle) * rows + np.cos(angle) * columns,
-    )
+    cos, sin = np.cos(angle), np.sin(angle)
+    return _sample(ink, cos * rows - sin * columns, sin * rows + cos * columns)
 
 
 def _wavy(ink: Floats, random: np.random.Generator, strength: float) -> Floats:
@@ -99,20 +95,9 @@ def _shaded(ink: Floats, random: np.random.Generator, strength: float) -> Floats
     return np.maximum(ink, background.astype(np.float32))
 
 
-STYLES: Mapping[str, Style] = MappingProxyType(
-    {
-        "plain": _plain,
-        "pale": _pale,
-        "noisy": _noisy,
-        "thick": _thick,
-        "hatched": _hatched,
-        "blurred": _blurred,
-        "broken": _broken,
-        "turned": _turned,
-        "wavy": _wavy,
-        "shaded": _shaded,
-    }
-)
+_ALL = (_plain, _pale, _noisy, _thick, _hatched, _blurred, _broken, _turned, _wavy, _shaded)
+STYLES: dict[str, Style] = {style.__name__.removeprefix("_"): style for style in _ALL}
+"""By name; a drawing's style is a position in this order."""
 
 
 def style_index(key: str) -> int:

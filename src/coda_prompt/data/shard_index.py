@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
-from rich.progress import TimeRemainingColumn
 
-from coda_prompt.console import ProgressBar, stderr_console
+from coda_prompt.console import ProgressBar
 from coda_prompt.data.folders import is_valid_class_name
 from coda_prompt.data.images import SUFFIXES
 from coda_prompt.data.sources import Integers
 from coda_prompt.errors import CorruptFile, MissingData
 from coda_prompt.storage.files import user_cache_dir
+from coda_prompt.storage.remote import open_filesystem
 from coda_prompt.storage.tensors import read_tensors, write_tensors
 
 INDEX_NAME = ".coda-index-{}.safetensors"
@@ -56,29 +55,19 @@ class ShardIndex:
 
     def is_valid(self, shard_sizes: Sequence[int]) -> bool:
         """Return whether class names are valid and all images are inside the shards."""
-        arrays = [getattr(self, name) for name in COLUMNS]
+        arrays, names = [getattr(self, name) for name in COLUMNS], self.names
         if any(array.shape != self.label.shape or array.ndim != 1 for array in arrays):
             return False
-        if any(array.dtype.kind != "i" for array in arrays):
+        if not len(self.label) or any(array.dtype.kind != "i" for array in arrays):
             return False
-        names = self.names
-        if not all(is_valid_class_name(name) for name in names) or len(set(names)) < len(names):
-            return False
-        if not len(self.label):
-            return False
-        if min(array.min() for array in arrays) < 0 or self.label.max() >= len(self.names):
-            return False
-        if self.shard.max() >= len(shard_sizes):
-            return False
-        return bool((self.offset + self.size <= np.array(shard_sizes)[self.shard]).all())
-
-
-def open_filesystem(root: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a path or URL, and its path there."""
-    if "://" in root:
-        filesystem, path = url_to_fs(root)
-        return filesystem, str(path)
-    return LocalFileSystem(), root
+        return bool(
+            all(is_valid_class_name(name) for name in names)
+            and len(set(names)) == len(names)
+            and min(array.min() for array in arrays) >= 0
+            and self.label.max() < len(names)
+            and self.shard.max() < len(shard_sizes)
+            and (self.offset + self.size <= np.array(shard_sizes)[self.shard]).all()
+        )
 
 
 def load_index(root: str, split: str) -> tuple[list[str], ShardIndex]:
@@ -112,12 +101,10 @@ def load_index(root: str, split: str) -> tuple[list[str], ShardIndex]:
     if not index.is_valid(sizes):
         raise CorruptFile(root, f"the shards of {split} refer to images outside of them")
     for cache_path in cache_paths:
-        try:
+        with contextlib.suppress(OSError):  # read-only: try the next path
             cache_path.parent.mkdir(parents=True, exist_ok=True)
             write_index(cache_path, index, shard_states)
             break
-        except OSError:  # read-only: try the next path
-            continue
     return shards, index
 
 
@@ -157,7 +144,7 @@ def build_index(filesystem: Any, shards: Sequence[str], split: str) -> ShardInde
     pool = ThreadPoolExecutor(1 if isinstance(filesystem, LocalFileSystem) else REMOTE_THREADS)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)
-        bar = stack.enter_context(ProgressBar(stderr_console(), TimeRemainingColumn())).bar
+        bar = stack.enter_context(ProgressBar())
         progress = bar.add_task(f"indexing the shards of {split}", total=len(shards))
         results = pool.map(lambda shard: list(_read_shard(filesystem, shard)), shards)
         for number, images in enumerate(results):

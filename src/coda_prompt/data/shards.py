@@ -21,33 +21,24 @@ from PIL import Image
 
 from coda_prompt.data.folders import is_valid_class_name
 from coda_prompt.data.images import open_image
-from coda_prompt.data.shard_index import (
-    ShardIndex,
-    is_class_number,
-    load_index,
-    open_filesystem,
-)
-from coda_prompt.data.sources import Integers, Source
+from coda_prompt.data.shard_index import ShardIndex, is_class_number, load_index
+from coda_prompt.data.sources import Integers, Source, Split
 from coda_prompt.errors import BadImage, CorruptFile
+from coda_prompt.storage.remote import open_filesystem
 
 PREFIX = "shards:"
 SPLITS = ("train", "test")
 CLASSES_FILE = "classes.txt"
 
 
-class ShardSplit:
+class ShardSplit(Split):
     """One split of the shards. It has no open files, so that loader workers can copy it."""
-
-    domains: Integers | None = None
 
     def __init__(
         self, root: str, shards: Sequence[str], index: ShardIndex, labels: Integers
     ) -> None:
         self.root, self.shards, self.labels = root, tuple(shards), labels
         self._index = index
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         shard = self.shards[self._index.shard[index]]

@@ -19,22 +19,18 @@ Integers = NDArray[np.int64]
 
 
 class Split(Protocol):
-    """Labelled images, decoded one by one.
+    """Labelled images, decoded one by one; base class of the splits below.
 
     Implementations have no open files, so that loader workers can copy them.
     """
 
-    @property
-    def labels(self) -> Integers:
-        """Class id of each image."""
-        ...
+    labels: Integers
+    """Class id of each image."""
+    domains: Integers | None = None
+    """Domain id of each image; None if the split has no domains."""
 
-    @property
-    def domains(self) -> Integers | None:
-        """Domain id of each image; None if the split has no domains."""
-        ...
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         """Decode an image; with `min_side` it may be reduced to a shorter side of that size."""
@@ -45,31 +41,31 @@ class Split(Protocol):
         ...
 
 
-class ArraySplit:
+def _check_integers(owner: str, field: str, values: ArrayLike, count: int) -> Integers:
+    array = np.asarray(values)
+    if array.shape != (count,):
+        problem = f"needs one number for each of {count} images, got shape {array.shape}"
+        raise BadOption(owner, field, problem)
+    if count and not np.issubdtype(array.dtype, np.integer):
+        raise BadOption(owner, field, f"needs integers, got {array.dtype}")
+    return array.astype(np.int64)
+
+
+class ArraySplit(Split):
     """Images in memory: uint8, N x H x W (grey) or N x H x W x 3 (RGB)."""
 
     def __init__(
         self, images: NDArray[np.uint8], labels: ArrayLike, domains: ArrayLike | None = None
     ) -> None:
-        images = np.asarray(images)
-        valid_shape = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
-        if images.dtype != np.uint8 or not valid_shape or 0 in images.shape[1:]:
-            raise BadOption(
-                "ArraySplit",
-                "images",
-                "needs uint8 of N x H x W or N x H x W x 3, "
-                f"got {images.dtype} of shape {images.shape}",
-            )
-        self.images = images
+        self.images = np.asarray(images)
+        shape, dtype = self.images.shape, self.images.dtype
+        valid_shape = len(shape) > 2 and shape[3:] in ((), (3,)) and 0 not in shape[1:]
+        if dtype != np.uint8 or not valid_shape:
+            problem = f"needs uint8 of N x H x W or N x H x W x 3, got {dtype} of shape {shape}"
+            raise BadOption("ArraySplit", "images", problem)
         self.labels = _check_integers("ArraySplit", "labels", labels, len(images))
-        self.domains = (
-            None
-            if domains is None
-            else _check_integers("ArraySplit", "domains", domains, len(images))
-        )
-
-    def __len__(self) -> int:
-        return len(self.images)
+        if domains is not None:
+            self.domains = _check_integers("ArraySplit", "domains", domains, len(images))
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return Image.fromarray(self.images[index])
@@ -82,7 +78,7 @@ class ArraySplit:
         return digest.hexdigest()
 
 
-class FileSplit:
+class FileSplit(Split):
     """Image files, decoded on access; an unreadable file raises `BadImage` with its path."""
 
     def __init__(
@@ -93,14 +89,8 @@ class FileSplit:
     ) -> None:
         self.paths = tuple(os.fspath(path) for path in paths)
         self.labels = _check_integers("FileSplit", "labels", labels, len(self.paths))
-        self.domains = (
-            None
-            if domains is None
-            else _check_integers("FileSplit", "domains", domains, len(self.paths))
-        )
-
-    def __len__(self) -> int:
-        return len(self.paths)
+        if domains is not None:
+            self.domains = _check_integers("FileSplit", "domains", domains, len(self.paths))
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return open_image(self.paths[index], min_side)
@@ -117,17 +107,6 @@ class FileSplit:
             size = os.stat(path).st_size
             digest.update(f"{os.path.basename(path)}/{size}/{label}\n".encode())
         return digest.hexdigest()
-
-
-def _check_integers(owner: str, field: str, values: ArrayLike, count: int) -> Integers:
-    array = np.asarray(values)
-    if array.shape != (count,):
-        raise BadOption(
-            owner, field, f"needs one number for each of {count} images, got shape {array.shape}"
-        )
-    if count and not np.issubdtype(array.dtype, np.integer):
-        raise BadOption(owner, field, f"needs integers, got {array.dtype}")
-    return array.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -148,60 +127,15 @@ class Source:
 
     def __post_init__(self) -> None:
         owner = f"source '{self.name}'"
-        for field, names in (
-            ("class_names", self.class_names),
-            ("domain_names", self.domain_names),
-        ):
+        for ids_field, field in (("labels", "class_names"), ("domains", "domain_names")):
+            names: tuple[str, ...] = getattr(self, field)
             if len(set(names)) < len(names):
                 duplicate = next(name for name in names if names.count(name) > 1)
                 raise BadOption(owner, field, f"'{duplicate}' occurs twice")
-        for split_name, split in (("train", self.train), ("test", self.test)):
-            _check_range(
-                owner, f"{split_name} labels", split.labels, "class_names", self.class_names
-            )
-            if split.domains is not None:
-                _check_range(
-                    owner, f"{split_name} domains", split.domains, "domain_names", self.domain_names
-                )
-
-
-def _check_range(
-    owner: str, field: str, ids: Integers, names_field: str, names: Sequence[str]
-) -> None:
-    if len(ids) and not (ids.min() >= 0 and ids.max() < len(names)):
-        raise BadOption(
-            owner,
-            field,
-            f"run from {ids.min()} to {ids.max()}, but {names_field} has {len(names)} names "
-            f"(for 0 to {len(names) - 1})",
-        )
-
-
-def array_source(
-    name: str,
-    train_images: NDArray[np.uint8],
-    train_labels: ArrayLike,
-    test_images: NDArray[np.uint8],
-    test_labels: ArrayLike,
-    *,
-    class_names: Sequence[str] | None = None,
-    train_domains: ArrayLike | None = None,
-    test_domains: ArrayLike | None = None,
-    domain_names: Sequence[str] | None = None,
-    notes: Sequence[str] = (),
-) -> Source:
-    """Make a source of uint8 arrays; unnamed classes and domains are called 0, 1, 2, ..."""
-    train = ArraySplit(train_images, train_labels, train_domains)
-    test = ArraySplit(test_images, test_labels, test_domains)
-    if class_names is None:
-        class_names = _default_names(train.labels, test.labels)
-    if domain_names is None:
-        domain_names = _default_names(train.domains, test.domains)
-    return Source(name, tuple(class_names), train, test, tuple(domain_names), tuple(notes))
-
-
-def _default_names(*arrays: Integers | None) -> tuple[str, ...]:
-    largest = max(
-        (int(array.max()) for array in arrays if array is not None and len(array)), default=-1
-    )
-    return tuple(str(number) for number in range(largest + 1))
+            for part in ("train", "test"):
+                ids = getattr(getattr(self, part), ids_field)
+                if ids is None or not len(ids) or (ids.min() >= 0 and ids.max() < len(names)):
+                    continue
+                count = f"{field} has {len(names)} names (for 0 to {len(names) - 1})"
+                problem = f"run from {ids.min()} to {ids.max()}, but {count}"
+                raise BadOption(owner, f"{part} {ids_field}", problem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,56 +55,44 @@ class Samples:
         parts = list(parts)
         if not parts:
             raise ValueError("nothing to concatenate")
-        splits: list[Split] = []
-        split_numbers, local_indices = [], []  # of each sample
-        for part in parts:
-            part_splits, part_numbers, part_indices = _locate(part)
-            for split in part_splits:
-                if not any(split is known for known in splits):
-                    splits.append(split)
-            renumber = [
-                next(number for number, known in enumerate(splits) if known is split)
-                for split in part_splits
-            ]
-            split_numbers.append(np.array(renumber)[part_numbers])
-            local_indices.append(part_indices)
-        numbers, indices = np.concatenate(split_numbers), np.concatenate(local_indices)
+        located = [pair for part in parts for pair in _locate(part)]
+        splits = tuple(dict.fromkeys(split for split, _ in located)) or (parts[0].split,)
+        joined = _JoinedSplit(splits)
+        start = dict(zip(splits, joined.starts, strict=True))
+        indices = np.array([start[split] + index for split, index in located], np.int64)
         labels = np.concatenate([part.labels for part in parts])
-        used = np.unique(numbers)
-        if len(used) < 2:
-            return Samples(splits[used[0] if len(used) else 0], indices, labels)
-        joined = _JoinedSplit(tuple(splits[number] for number in used))
-        return Samples(joined, joined.starts[np.searchsorted(used, numbers)] + indices, labels)
+        return Samples(joined if len(splits) > 1 else splits[0], indices, labels)
 
 
-class _JoinedSplit:
+class _JoinedSplit(Split):
     """Several splits as one."""
 
     def __init__(self, splits: tuple[Split, ...]) -> None:
         self.splits = splits
-        self.starts: Integers = np.cumsum([0, *(len(split) for split in splits[:-1])])
-        self.labels: Integers = np.concatenate([split.labels for split in splits])
+        self.starts = [0, *itertools.accumulate(len(split) for split in splits[:-1])]
+        self.labels = np.concatenate([split.labels for split in splits])
         domains = [split.domains for split in splits if split.domains is not None]
         self.domains = np.concatenate(domains) if len(domains) == len(splits) else None
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    def locate(self, index: int) -> tuple[Split, int]:
+        """Return the split of an image and its index there."""
+        number = bisect.bisect_right(self.starts, index) - 1
+        return self.splits[number], index - self.starts[number]
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
-        number = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return self.splits[number].image(index - int(self.starts[number]), min_side)
+        split, own_index = self.locate(index)
+        return split.image(own_index, min_side)
 
     def fingerprint(self) -> str:
         return "+".join(split.fingerprint() for split in self.splits)
 
 
-def _locate(samples: Samples) -> tuple[tuple[Split, ...], Integers, Integers]:
-    """Return the original splits, and for each sample its split's number and its index there."""
-    joined = samples.split
-    if not isinstance(joined, _JoinedSplit):
-        return (joined,), np.zeros(len(samples), np.int64), samples.indices
-    number = np.searchsorted(joined.starts, samples.indices, side="right") - 1
-    return joined.splits, number, samples.indices - joined.starts[number]
+def _locate(samples: Samples) -> list[tuple[Split, int]]:
+    """Return the original split of each sample and its index there."""
+    split, indices = samples.split, samples.indices.tolist()
+    if isinstance(split, _JoinedSplit):
+        return [split.locate(index) for index in indices]
+    return [(split, index) for index in indices]
 
 
 @dataclass(frozen=True)
@@ -171,9 +161,8 @@ def make_stream(
     if seed < 0:
         raise BadOption("the stream", "seed", f"{seed} is negative; use 0 or more")
     if sum(rule is not None for rule in (tasks, classes_per_task, class_lists)) != 1:
-        raise BadOption(
-            "the stream", "tasks", "give exactly one of tasks, classes_per_task and class_lists"
-        )
+        problem = "give exactly one of tasks, classes_per_task and class_lists"
+        raise BadOption("the stream", "tasks", problem)
     if class_lists is not None:
         order, sizes = _order_from_lists(source, class_lists)
     else:
@@ -234,9 +223,8 @@ def _order_from_lists(
     source: Source, class_lists: Sequence[Sequence[str]]
 ) -> tuple[tuple[int, ...], list[int]]:
     if isinstance(class_lists, str) or any(isinstance(names, str) for names in class_lists):
-        raise BadOption(
-            "the stream", "class_lists", "needs a list of class names for each task, not a string"
-        )
+        problem = "needs a list of class names for each task, not a string"
+        raise BadOption("the stream", "class_lists", problem)
     if not class_lists:
         raise EmptyTask(0, "has no class because class_lists is empty")
     number_of = {name: number for number, name in enumerate(source.class_names)}
@@ -268,21 +256,17 @@ def _task_sizes(classes: int, tasks: int | None, classes_per_task: int | None) -
 
 
 def _check_domains(source: Source, remove: int) -> None:
+    problem, count = "", len(source.domain_names)
     if remove < 0:
-        raise BadOption("the stream", "remove_domains", f"{remove} is negative")
-    if remove and source.train.domains is None:
-        raise BadOption(
-            "the stream",
-            "remove_domains",
-            f"the images of '{source.name}' have no domain labels; use 0 or a source with domains",
-        )
-    if remove and remove >= len(source.domain_names):
-        raise BadOption(
-            "the stream",
-            "remove_domains",
-            f"removing {remove} of {len(source.domain_names)} domains leaves no training image; "
-            f"use at most {len(source.domain_names) - 1}",
-        )
+        problem = f"{remove} is negative"
+    elif remove and source.train.domains is None:
+        problem = f"the images of '{source.name}' have no domain labels"
+        problem += "; use 0 or a source with domains"
+    elif remove and remove >= count:
+        problem = f"removing {remove} of {count} domains leaves no training image"
+        problem += f"; use at most {count - 1}"
+    if problem:
+        raise BadOption("the stream", "remove_domains", problem)
 
 
 def _draw_removed_domains(source: Source, seed: int, task: int, count: int) -> tuple[int, ...]:

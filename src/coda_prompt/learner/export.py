@@ -16,8 +16,6 @@ from coda_prompt.errors import MissingExtra
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.storage.files import write_atomically
 
-EXPORT_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
-
 
 def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path) -> None:
     """Write the predictor's graph with input `images` and output `probabilities`.
@@ -59,14 +57,11 @@ def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path)
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
     """Silence the exporter's log messages and warnings, which do not concern the user."""
-    loggers = [logging.getLogger(name) for name in EXPORT_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

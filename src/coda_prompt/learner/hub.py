@@ -9,8 +9,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from coda_prompt.errors import HubError
-from coda_prompt.learner.card import model_card
-from coda_prompt.learner.store import CARD, CONFIG, MODEL, Model, config_text, encode_model
+from coda_prompt.learner.store import MODEL, Model, copies, encode_model
 
 
 def download_model(
@@ -42,11 +41,7 @@ def upload_model(
         backbone = backbone.model_copy(update=name_only)
     described = model.description.model_copy(update={"backbone": backbone})
     model = dataclasses.replace(model, description=described)
-    files = {
-        MODEL: encode_model(model),
-        CONFIG: config_text(model).encode(),
-        CARD: model_card(model.description).encode(),
-    }
+    files = {MODEL: encode_model(model), **copies(model)}
     api = HfApi(token=token, endpoint=endpoint)
     try:
         api.create_repo(name, private=private, exist_ok=True)

@@ -249,10 +249,11 @@ def refresh_copies(folder: Path) -> None:
     _write_copies(folder, read_model(folder))
 
 
-def config_text(model: Model) -> str:
-    """Return the content of config.json."""
+def copies(model: Model) -> dict[str, bytes]:
+    """Return the content of config.json and of the model card."""
     description = model.description.model_dump(mode="json")
-    return json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+    return {CONFIG: text.encode(), CARD: model_card(model.description).encode()}
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -290,8 +291,8 @@ def _follows(model: Model, previous: Model) -> bool:
 
 
 def _write_copies(folder: Path, model: Model) -> None:
-    write_atomically(folder / CONFIG, config_text(model).encode())
-    write_atomically(folder / CARD, model_card(model.description).encode())
+    for name, content in copies(model).items():
+        write_atomically(folder / name, content)
 
 
 def _read(folder: Path, name: str) -> Model:

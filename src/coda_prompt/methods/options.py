@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
-from coda_prompt.errors import BadOption, OddPromptLength, TooManyBlocks, UnknownName
+from coda_prompt.errors import BadOption, UnknownName, join_names
 
 STRICT = ConfigDict(extra="forbid")
 Config = TypeVar("Config")
@@ -63,11 +63,14 @@ def check_prompts(config: Any, depth: int, prompts: Mapping[str, str]) -> tuple[
     for name, length in prompts.items():
         rows, blocks = getattr(config, length), getattr(config, name)
         if rows % 2:
-            raise OddPromptLength(length, rows)
+            problem = f"{length} = {rows} is odd, but a prompt is split into keys and values"
+            nearest = f"{rows - 1} or {rows + 1}" if rows > 1 else "2 or more"
+            raise BadOption("the method", length, f"{problem}. Use {nearest}")
         if len(set(blocks)) < len(blocks):
             raise BadOption("the method", name, f"{blocks} names a block twice")
         if any(block < 0 or block >= depth for block in blocks):
-            raise TooManyBlocks(blocks, depth)
+            problem = f"{join_names(blocks, 20)} are configured, but this ViT has {depth} blocks"
+            raise BadOption("the method", name, f"{problem}. Use numbers from 0 to {depth - 1}")
         if shared := sorted(used.keys() & set(blocks)):
             other = used[shared[0]]
             raise BadOption("the method", name, f"{shared} already have prompts by '{other}'")

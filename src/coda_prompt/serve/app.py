@@ -19,20 +19,11 @@ from swagger_ui_bundle import swagger_ui_path
 from coda_prompt import __version__
 from coda_prompt.learner import store
 from coda_prompt.preprocessing import input_kind
+from coda_prompt.serve import schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
 from coda_prompt.serve.requests import read_examples, read_images
-from coda_prompt.serve.schemas import (
-    LEARN_BODY,
-    PREDICT_BODY,
-    PROBLEMS,
-    Classes,
-    JobState,
-    ModelInfo,
-    Predictions,
-    add_request_schemas,
-)
 from coda_prompt.serve.service import Answer, Job, Service
 from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels
 
@@ -40,7 +31,7 @@ PREDICT_TIMEOUT = 30.0
 """Seconds after which a prediction request gets status 504."""
 PAGE = resources.files("coda_prompt") / "serve" / "page"
 
-api = APIRouter(prefix="/v1", responses=PROBLEMS)
+api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
 pages = APIRouter()
 
 
@@ -62,20 +53,18 @@ def make_app(service: Service, policy: AccessPolicy | None = None) -> FastAPI:
     app.mount("/page", StaticFiles(directory=str(PAGE)), name="page")
     app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_path)), name="docs")
     generate = app.openapi
-    app.openapi = lambda: add_request_schemas(generate())  # type: ignore[method-assign]
+    app.openapi = lambda: schemas.add_request_schemas(generate())  # type: ignore[method-assign]
     app.add_middleware(AccessMiddleware, policy=policy or AccessPolicy())
     app.add_middleware(MetricsMiddleware, metrics=app.state.metrics)
     return app
 
 
 def _get_service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+    return request.app.state.service
 
 
 def _get_metrics(request: Request) -> Metrics:
-    metrics: Metrics = request.app.state.metrics
-    return metrics
+    return request.app.state.metrics
 
 
 def _get_job(number: str, service: Annotated[Service, Depends(_get_service)]) -> Job:
@@ -89,7 +78,7 @@ CurrentMetrics = Annotated[Metrics, Depends(_get_metrics)]
 CurrentJob = Annotated[Job, Depends(_get_job)]
 
 
-@api.post("/predict", response_model=Predictions, openapi_extra=PREDICT_BODY)
+@api.post("/predict", response_model=schemas.Predictions, openapi_extra=schemas.PREDICT_BODY)
 async def predict(
     images: Annotated[list[tuple[str, bytes]], Depends(read_images)],
     service: CurrentService,
@@ -104,7 +93,7 @@ async def predict(
         views = await asyncio.gather(
             *(asyncio.to_thread(service.preprocess, content, name) for name, content in images)
         )
-        return await service.predict(views)
+        return await service.batcher.run(views)
 
     with service.batcher.admit(len(images)):
         try:
@@ -120,18 +109,20 @@ async def predict(
     return {"version": answers[0].version.name, "predictions": predictions}
 
 
-@api.post("/learn", status_code=202, response_model=JobState, openapi_extra=LEARN_BODY)
+@api.post(
+    "/learn", status_code=202, response_model=schemas.JobState, openapi_extra=schemas.LEARN_BODY
+)
 async def learn(
     examples: Annotated[list[Example], Depends(read_examples)], service: CurrentService
-) -> dict[str, Any]:
+) -> schemas.JobState:
     """Start a lesson; the service keeps answering with the current version while it trains."""
-    return service.start_lesson(examples).as_dict()
+    return service.start_lesson(examples)
 
 
-@api.get("/jobs/{number}", response_model=JobState)
-async def job(job: CurrentJob) -> dict[str, Any]:
+@api.get("/jobs/{number}")
+async def job(job: CurrentJob) -> schemas.JobState:
     """Return the state of a lesson."""
-    return job.as_dict()
+    return job
 
 
 @api.get(
@@ -150,20 +141,20 @@ async def job_events(job: CurrentJob) -> StreamingResponse:
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
 
-@api.post("/undo", response_model=Classes)
+@api.post("/undo", response_model=schemas.Classes)
 async def undo(service: CurrentService) -> dict[str, Any]:
     """Restore the version before the newest task."""
     version = await service.undo()
     return {"version": version.name, "classes": version.classes}
 
 
-@api.get("/classes", response_model=Classes)
+@api.get("/classes", response_model=schemas.Classes)
 async def classes(service: CurrentService) -> dict[str, Any]:
     """List the learned classes."""
     return {"version": service.current.name, "classes": service.current.classes}
 
 
-@api.get("/model", response_model=ModelInfo)
+@api.get("/model", response_model=schemas.ModelInfo)
 async def model(service: CurrentService) -> dict[str, Any]:
     """Describe the model."""
     version = service.current

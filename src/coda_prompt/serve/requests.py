@@ -13,17 +13,10 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
+from coda_prompt.serve import uploads
 from coda_prompt.serve.problems import validation_message
 from coda_prompt.serve.schemas import LearnRequest, PredictRequest
-from coda_prompt.serve.uploads import (
-    MAX_IMAGES_LEARN,
-    MAX_IMAGES_PREDICT,
-    Example,
-    RequestError,
-    check_label,
-    decode_base64,
-    read_zip,
-)
+from coda_prompt.serve.uploads import Example, RequestError, check_label
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -33,11 +26,9 @@ async def read_images(request: Request) -> list[tuple[str, bytes]]:
     if _is_json(request):
         body = await _read_json(request, PredictRequest)
         names = [f"image {number}" for number in range(1, len(body.images) + 1)]
-        return [
-            (name, decode_base64(image.data, name))
-            for name, image in zip(names, body.images, strict=True)
-        ]
-    async with _read_form(request, MAX_IMAGES_PREDICT) as form:
+        images = zip(names, body.images, strict=True)
+        return [(name, uploads.decode_base64(image.data, name)) for name, image in images]
+    async with _read_form(request, uploads.MAX_IMAGES_PREDICT) as form:
         files = _files(form, "images")
         return [(f"image {number}", await file.read()) for number, file in enumerate(files, 1)]
 
@@ -47,13 +38,13 @@ async def read_examples(request: Request) -> list[Example]:
     if _is_json(request):
         body = await _read_json(request, LearnRequest)
         return [
-            Example(check_label(image.label), decode_base64(image.data, f"image {number}"))
+            Example(check_label(image.label), uploads.decode_base64(image.data, f"image {number}"))
             for number, image in enumerate(body.images, 1)
         ]
-    async with _read_form(request, MAX_IMAGES_LEARN) as form:
+    async with _read_form(request, uploads.MAX_IMAGES_LEARN) as form:
         if form.get("archive") is not None:
             archive = _files(form, "archive")[0]
-            return await asyncio.to_thread(read_zip, await archive.read())
+            return await asyncio.to_thread(uploads.read_zip, await archive.read())
         files = _files(form, "images")
         labels = _labels(form, len(files))
         contents = [await file.read() for file in files]

@@ -10,9 +10,11 @@ from pydantic.json_schema import models_json_schema
 from coda_prompt.serve.uploads import MAX_IMAGES_LEARN, MAX_IMAGES_PREDICT
 
 
-class ImageData(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class ImageData(Body):
     data: str = Field(description="An image file as base64 or as a data URL.")
 
 
@@ -20,15 +22,11 @@ class LabelledImageData(ImageData):
     label: str = Field(description="Class name.")
 
 
-class PredictRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class PredictRequest(Body):
     images: list[ImageData] = Field(min_length=1, max_length=MAX_IMAGES_PREDICT)
 
 
-class LearnRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class LearnRequest(Body):
     images: list[LabelledImageData] = Field(min_length=1, max_length=MAX_IMAGES_LEARN)
 
 
@@ -51,16 +49,20 @@ class Predictions(BaseModel):
 
 
 class JobState(BaseModel):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
     id: str
-    state: str = Field(description="`running`, `done` or `failed`.")
-    stage: str
-    share: float = Field(description="Progress of the stage, from 0 to 1.")
-    seconds_left: float | None
+    state: str = Field(default="running", description="`running`, `done` or `failed`.")
+    stage: str = "starting"
+    share: float = Field(default=0.0, description="Progress of the stage, from 0 to 1.")
+    seconds_left: float | None = None
     images: int
     classes: list[str]
-    reason: str | None = Field(description="Why the lesson failed.")
-    learned: dict[str, Any] | None = Field(description="Results of a finished lesson.")
-    version: str | None = Field(description="The model version after the lesson.")
+    reason: str | None = Field(default=None, description="Why the lesson failed.")
+    learned: dict[str, Any] | None = Field(
+        default=None, description="Results of a finished lesson."
+    )
+    version: str | None = Field(default=None, description="The model version after the lesson.")
 
 
 class Classes(BaseModel):

@@ -9,11 +9,12 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from coda_prompt.errors import CodaError
@@ -22,9 +23,9 @@ from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.serve import learning
 from coda_prompt.serve.batching import Batcher
+from coda_prompt.serve.schemas import JobState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
 
-State = Literal["running", "done", "failed"]
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
 MAX_REASON_LENGTH = 400
@@ -51,40 +52,28 @@ class Answer:
     probabilities: Tensor
 
 
-@dataclass
-class Job:
+class Job(JobState):
     """State of a lesson, from the request to the new version."""
 
-    number: str
-    images: int
-    classes: tuple[str, ...]
-    state: State = "running"
-    stage: str = "starting"
-    share: float = 0.0
-    seconds_left: float | None = None
-    reason: str | None = None
-    learned: dict[str, Any] | None = None
-    version: str | None = None
-    started: float = field(default_factory=time.time)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _started: float = PrivateAttr(default_factory=time.time)
+    _changed: asyncio.Event = PrivateAttr(default_factory=asyncio.Event)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        names = ("state", "stage", "share", "seconds_left", "reason", "learned", "version")
-        state = {name: getattr(self, name) for name in names}
-        return {"id": self.number, "images": self.images, "classes": list(self.classes), **state}
+    @property
+    def seconds(self) -> float:
+        """Time since the request."""
+        return time.time() - self._started
 
     def update(self, **fields: Any) -> None:
         for name, value in fields.items():
             setattr(self, name, value)
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def states(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the current state and every later one, until the lesson has ended."""
         while True:
-            changed = self.changed
-            yield self.as_dict()
+            changed = self._changed
+            yield self.model_dump()
             if self.state != "running":
                 return
             await changed.wait()
@@ -97,13 +86,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        batching: bool = True,
-        device: str = "auto",
-        backbone: str | None = None,
-        method: str | None = None,
+        self, folder: Path, *, batching: bool, device: str, backbone: str | None, method: str | None
     ) -> None:
         """`backbone` and `method`: as in `ContinualClassifier.load`."""
         self.folder, self.device = folder, device
@@ -113,11 +96,8 @@ class Service:
         self._numbers = itertools.count(1)
         self._write_lock = asyncio.Lock()
         self._lessons: set[asyncio.Task[None]] = set()
-        self.batcher: Batcher[Tensor, Answer] = (
-            Batcher(self._predict_batch)
-            if batching
-            else Batcher(self._predict_batch, max_batch=1, max_wait=0.0)
-        )
+        limits: dict[str, Any] = {} if batching else {"max_batch": 1, "max_wait": 0.0}
+        self.batcher: Batcher[Tensor, Answer] = Batcher(self._predict_batch, **limits)
         self.passes = 0
 
     # -- predicting
@@ -126,10 +106,6 @@ class Service:
         """Decode an image file and return it as the backbone expects it."""
         predictor = self.current.predictor
         return predictor.preprocess(decode_image(content, name, predictor.min_side))
-
-    async def predict(self, views: Sequence[Tensor]) -> list[Answer]:
-        """Predict preprocessed images."""
-        return await self.batcher.run(views)
 
     def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
@@ -142,9 +118,9 @@ class Service:
     def start_lesson(self, examples: list[Example]) -> Job:
         """Start learning in the background."""
         self._refuse_while_learning()
-        classes = tuple(dict.fromkeys(example.label for example in examples))
-        job = Job(f"{next(self._numbers)}", len(examples), classes)
-        self.jobs[job.number] = job
+        classes = list(dict.fromkeys(example.label for example in examples))
+        job = Job(id=f"{next(self._numbers)}", images=len(examples), classes=classes)
+        self.jobs[job.id] = job
         for old in list(self.jobs)[:-MAX_JOBS]:
             del self.jobs[old]
         lesson = asyncio.create_task(self._run_lesson(job, examples))
@@ -195,7 +171,7 @@ class Service:
             return
         self.current = await asyncio.to_thread(self._read)
         if learned is None:  # the process died after it had saved the new version
-            learned = {**self.current.classifier.tasks_[-1], "seconds": time.time() - job.started}
+            learned = {**self.current.classifier.tasks_[-1], "seconds": job.seconds}
         job.update(
             state="done", stage="done", share=1.0, seconds_left=0.0,
             learned=learned, version=self.current.name,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from coda_prompt.errors import BadOption, MissingData
 from coda_prompt.storage.files import user_cache_dir
@@ -24,8 +25,15 @@ UPLOADED_LAST = ("checkpoint-", "result.json")
 """Names of files that refer to others, in the order in which they follow them."""
 
 
+def open_filesystem(root: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a path or URL, and its path there."""
+    if "://" in root:
+        return url_to_fs(root)
+    return LocalFileSystem(), root  # unlike `url_to_fs`, also for names with "::" in them
+
+
 class RemotePath:
-    """A URL that fsspec can open. Raises readable errors when it cannot be used."""
+    """A URL or local path that fsspec can open. Raises readable errors when it cannot be used."""
 
     def __init__(self, url: str, command: str) -> None:
         """
@@ -35,11 +43,11 @@ class RemotePath:
         """
         self.url = url
         try:
-            self._filesystem, root = url_to_fs(url)
+            self._filesystem, root = open_filesystem(url)
         except (ValueError, ImportError) as error:
             problem = f"'{url}' is not a URL that can be used here ({error})"
             raise BadOption(command, "out", problem) from error
-        self.root: str = root.rstrip("/")
+        self.root = root.rstrip("/")
 
     def call(self, operation: str, *arguments: Any) -> Any:
         """Call a method of the fsspec file system.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from coda_prompt.data.paper import cifar, domainnet, imagenet_r
 from coda_prompt.data.sources import Source
-from coda_prompt.errors import BadOption, MissingData
+from coda_prompt.errors import MissingData
 
 
 @dataclass(frozen=True)
@@ -24,38 +23,30 @@ class PaperDataset:
     read: Callable[[Path, Path | None], Source]
 
 
-def _read_cifar(path: Path, lists: Path | None) -> Source:
-    if lists is not None:
-        raise BadOption("cifar-100", "lists", "its split is part of the data; remove this option")
-    return cifar.cifar_source(path)
-
-
-PAPER_DATASETS: Mapping[str, PaperDataset] = MappingProxyType(
-    {
-        "cifar-100": PaperDataset(
-            cifar.LOCATIONS,
-            "Download the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html and put it, as it is or extracted, in a "
-            "folder",
-            _read_cifar,
-        ),
-        "imagenet-r": PaperDataset(
-            imagenet_r.LOCATIONS,
-            "Download imagenet-r.tar (about 2 GB) from https://github.com/hendrycks/imagenet-r, "
-            "extract it to imagenet-r/ in a folder, and add to that folder the lists "
-            f"{' and '.join(imagenet_r.LISTS)} of the released code "
-            "(https://github.com/GT-RIPL/CODA-Prompt), which define the paper's split",
-            imagenet_r.imagenet_r_source,
-        ),
-        "domainnet": PaperDataset(
-            domainnet.LOCATIONS,
-            "Download the cleaned version of DomainNet (six archives, 17.5 GB in total, and twelve "
-            "lists) from the page of 'Moment Matching for Multi-Source Domain Adaptation' "
-            "(https://ai.bu.edu/M3SDA) and extract it to domainnet/ in a folder",
-            domainnet.domainnet_source,
-        ),
-    }
-)
+PAPER_DATASETS = {
+    "cifar-100": PaperDataset(
+        cifar.LOCATIONS,
+        "Download the python version of CIFAR-100 (cifar-100-python.tar.gz, 161 MB) from "
+        "https://www.cs.toronto.edu/~kriz/cifar.html and put it, as it is or extracted, in a "
+        "folder",
+        cifar.cifar_source,
+    ),
+    "imagenet-r": PaperDataset(
+        imagenet_r.LOCATIONS,
+        "Download imagenet-r.tar (about 2 GB) from https://github.com/hendrycks/imagenet-r, "
+        "extract it to imagenet-r/ in a folder, and add to that folder the lists "
+        f"{' and '.join(imagenet_r.LISTS)} of the released code "
+        "(https://github.com/GT-RIPL/CODA-Prompt), which define the paper's split",
+        imagenet_r.imagenet_r_source,
+    ),
+    "domainnet": PaperDataset(
+        domainnet.LOCATIONS,
+        "Download the cleaned version of DomainNet (six archives, 17.5 GB in total, and twelve "
+        "lists) from the page of 'Moment Matching for Multi-Source Domain Adaptation' "
+        "(https://ai.bu.edu/M3SDA) and extract it to domainnet/ in a folder",
+        domainnet.domainnet_source,
+    ),
+}
 
 
 def paper_source(name: str, root: Path | None, lists: Path | None = None) -> Source:

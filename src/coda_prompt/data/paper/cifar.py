@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tarfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from coda_prompt.data.folders import folder_source
 from coda_prompt.data.paper.cifar_pickle import read_cifar_pickle
 from coda_prompt.data.sources import ArraySplit, Source
-from coda_prompt.errors import CorruptFile, MissingData
+from coda_prompt.errors import BadOption, CorruptFile, MissingData
 
 FOLDER = "cifar-100-python"
 LOCATIONS = (FOLDER, f"{FOLDER}.tar.gz", "cifar-100")
@@ -24,18 +23,17 @@ MAX_BYTES = 1 << 28
 _SIDE = 32
 
 
-def cifar_source(path: Path) -> Source:
+def cifar_source(path: Path, lists: Path | None = None) -> Source:
     """Open CIFAR-100 at one of `LOCATIONS`; class ids are the published fine labels."""
+    if lists is not None:
+        raise BadOption("cifar-100", "lists", "its split is part of the data; remove this option")
     if not path.is_file() and path.name != FOLDER:
         return folder_source(path)
     contents = _read_archive(path) if path.is_file() else _read_folder(path)
     meta = read_cifar_pickle(contents["meta"], path / "meta")
     class_names = _class_names(meta.get("fine_label_names"), path / "meta")
     train, test = (
-        _make_split(
-            read_cifar_pickle(contents.pop(name), path / name), len(class_names), path / name
-        )
-        for name in ("train", "test")
+        _make_split(contents.pop(name), len(class_names), path / name) for name in ("train", "test")
     )
     return Source("cifar-100", class_names, train, test)
 
@@ -45,11 +43,8 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     for name in FILES:
         path = folder / name
         if not path.is_file():
-            raise MissingData(
-                path,
-                f"there is no such file: {FOLDER} was not extracted completely",
-                f"Extract {FOLDER}.tar.gz again.",
-            )
+            problem = f"there is no such file: {FOLDER} was not extracted completely"
+            raise MissingData(path, problem, f"Extract {FOLDER}.tar.gz again.")
         _check_size(path, os.path.getsize(path))
         contents[name] = path.read_bytes()
     return contents
@@ -85,18 +80,15 @@ def _class_names(values: Any, path: Path) -> tuple[str, ...]:
     return tuple(value.decode("latin-1") if isinstance(value, bytes) else value for value in values)
 
 
-def _make_split(values: dict[str, Any], classes: int, path: Path) -> ArraySplit:
+def _make_split(content: bytes, classes: int, path: Path) -> ArraySplit:
+    values = read_cifar_pickle(content, path)
     rows, labels = values.get("data"), values.get("fine_labels")
     if not (isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == 3 * _SIDE**2):
         raise CorruptFile(path, f"it has no array 'data' with {3 * _SIDE**2} values per image")
     if not (isinstance(labels, list) and len(labels) == len(rows)):
         raise CorruptFile(path, f"it has no list 'fine_labels' for its {len(rows)} images")
-    _check_labels(labels, classes, path)
-    planes = rows.reshape(-1, 3, _SIDE, _SIDE)  # images x channels x rows x columns
-    return ArraySplit(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), np.array(labels, int))
-
-
-def _check_labels(labels: Sequence[Any], classes: int, path: Path) -> None:
     for label in labels:
         if type(label) is not int or not 0 <= label < classes:
             raise CorruptFile(path, f"its label {label!r} is not in 0 to {classes - 1}")
+    planes = rows.reshape(-1, 3, _SIDE, _SIDE)  # images x channels x rows x columns
+    return ArraySplit(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), np.array(labels, int))

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import pickletools
-from collections.abc import Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,22 +33,17 @@ class _Token(Enum):
     UNFILLED = "array without data"
 
 
-_GLOBALS: Mapping[str, _Token] = MappingProxyType(
-    {
-        "numpy ndarray": _Token.NDARRAY,
-        "numpy dtype": _Token.DTYPE,
-        "numpy.core.multiarray _reconstruct": _Token.RECONSTRUCT,
-        "numpy._core.multiarray _reconstruct": _Token.RECONSTRUCT,  # since numpy 2
-        "_codecs encode": _Token.ENCODE,  # how Python 3 writes bytes in protocol 2
-    }
-)
-_CONSTANTS: Mapping[str, Any] = MappingProxyType(
-    {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "MARK": _Token.MARK}
-)
-_LITERALS = frozenset(
-    ("BININT", "BININT1", "BININT2", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE")
-)
-_TUPLES: Mapping[str, int] = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3})
+_GLOBALS = {
+    "numpy ndarray": _Token.NDARRAY,
+    "numpy dtype": _Token.DTYPE,
+    "numpy.core.multiarray _reconstruct": _Token.RECONSTRUCT,
+    "numpy._core.multiarray _reconstruct": _Token.RECONSTRUCT,  # since numpy 2
+    "_codecs encode": _Token.ENCODE,  # how Python 3 writes bytes in protocol 2
+}
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_CONSTANTS["MARK"] = _Token.MARK
+_LITERALS = ("BININT", "BININT1", "BININT2", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE")
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_cifar_pickle(content: bytes, path: object) -> dict[str, Any]:
@@ -105,10 +98,8 @@ class _Reader:
             stack.append(tuple(reversed(items)))
         elif name == "TUPLE":
             stack.append(tuple(self._pop_to_mark()))
-        elif name == "EMPTY_LIST":
-            stack.append([])
-        elif name == "EMPTY_DICT":
-            stack.append({})
+        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+            stack.append([] if name == "EMPTY_LIST" else {})
         elif name in ("APPEND", "APPENDS"):
             items = [self._pop()] if name == "APPEND" else self._pop_to_mark()
             self._top(list).extend(items)

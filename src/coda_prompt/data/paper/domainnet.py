@@ -23,11 +23,8 @@ def domainnet_source(path: Path, lists: Path | None = None) -> Source:
     """
     missing = [domain for domain in DOMAINS if not (path / domain).is_dir()]
     if missing:
-        raise MissingData(
-            path,
-            f"the folders of these domains are missing: {', '.join(missing)}",
-            "Extract all six archives in it.",
-        )
+        problem = f"the folders of these domains are missing: {', '.join(missing)}"
+        raise MissingData(path, problem, "Extract all six archives in it.")
     train, test = (
         [entry for domain in DOMAINS for entry in _read_list(domain, split, lists or path)]
         for split in ("train", "test")
@@ -38,12 +35,9 @@ def domainnet_source(path: Path, lists: Path | None = None) -> Source:
 def _read_list(domain: str, split: str, folder: Path) -> list[ListEntry]:
     path = folder / f"{domain}_{split}.txt"
     if not path.is_file():
-        raise MissingData(
-            path,
-            "there is no such list",
-            "Download the twelve lists, a train and a test list for each domain, from the "
-            "dataset's page and put them next to the six folders.",
-        )
+        remedy = "Download the twelve lists, a train and a test list for each domain, from the "
+        remedy += "dataset's page and put them next to the six folders."
+        raise MissingData(path, "there is no such list", remedy)
     try:
         lines = path.read_text("utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -46,23 +46,21 @@ def image_type(path: str) -> str:
     """Return the domain of an image: art for .../art_12.jpg."""
     name, underscore, _ = os.path.basename(path).rpartition("_")
     if not (name and underscore):
-        raise MissingData(
-            path,
-            "its name does not start with a type of image",
-            "Images of ImageNet-R have names like art_12.jpg; remove or rename this one.",
-        )
+        problem = "its name does not start with a type of image"
+        remedy = "Images of ImageNet-R have names like art_12.jpg; remove or rename this one."
+        raise MissingData(path, problem, remedy)
     return name
 
 
-def _find_lists(folders: list[Path]) -> tuple[Path, Path] | None:
+def _find_lists(folders: list[Path]) -> list[Path] | None:
     for folder in folders:
-        train, test = (folder / name for name in LISTS)
-        if train.is_file() and test.is_file():
-            return train, test
-        if train.is_file() or test.is_file():
-            present, missing = (train, test) if train.is_file() else (test, train)
-            problem = f"there is no such file, but there is {present.name}"
-            raise MissingData(missing, problem, "Download both lists.")
+        present = [folder / name for name in LISTS if (folder / name).is_file()]
+        missing = [folder / name for name in LISTS if folder / name not in present]
+        if present and missing:
+            problem = f"there is no such file, but there is {present[0].name}"
+            raise MissingData(missing[0], problem, "Download both lists.")
+        if present:
+            return present
     return None
 
 
@@ -93,12 +91,6 @@ def _add_domains(source: Source, note: str) -> Source:
     splits = (source.train, source.test)
     names = tuple(sorted({image_type(path) for split in splits for path in split.paths}))
     ids = {name: index for index, name in enumerate(names)}
-    train, test = (
-        FileSplit(
-            split.paths,
-            split.labels,
-            np.array([ids[image_type(path)] for path in split.paths], int),
-        )
-        for split in splits
-    )
-    return Source("imagenet-r", source.class_names, train, test, names, (*source.notes, note))
+    for split in splits:
+        split.domains = np.array([ids[image_type(path)] for path in split.paths], np.int64)
+    return Source("imagenet-r", source.class_names, *splits, names, (*source.notes, note))

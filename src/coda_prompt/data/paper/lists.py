@@ -69,28 +69,22 @@ def check_path(path: str, listed_in: Path, depth: int) -> str:
     return path
 
 
-def _class_names(entries: Iterable[ListEntry]) -> tuple[str, ...]:
+def _class_names(entries: Sequence[ListEntry]) -> tuple[str, ...]:
     """Return the folder name of each class id; ids must be 0, 1, ... without gaps."""
-    entries = list(entries)
     folder_of: dict[int, str] = {}
     label_of: dict[str, int] = {}
     count = len({entry.label for entry in entries})
     for entry in entries:
         if not 0 <= entry.label < count:
-            raise CorruptFile(
-                entry.list,
-                f"label {entry.label} of '{entry.path}' is out of range: the lists have {count} "
-                f"labels, for classes 0 to {count - 1}",
-            )
+            problem = f"label {entry.label} of '{entry.path}' is out of range: the lists have "
+            raise CorruptFile(entry.list, f"{problem}{count} labels, for classes 0 to {count - 1}")
         folder = entry.path.split("/")[-2]
         first_folder = folder_of.setdefault(entry.label, folder)
         first_label = label_of.setdefault(folder, entry.label)
         if first_folder != folder or first_label != entry.label:
-            raise CorruptFile(
-                entry.list,
-                f"'{entry.path}' has label {entry.label}, but elsewhere '{folder}' has label "
-                f"{first_label} and label {entry.label} is '{first_folder}'",
-            )
+            problem = f"'{entry.path}' has label {entry.label}, but elsewhere '{folder}' has label "
+            problem += f"{first_label} and label {entry.label} is '{first_folder}'"
+            raise CorruptFile(entry.list, problem)
     return tuple(folder_of[label] for label in range(count))
 
 
@@ -105,25 +99,18 @@ def _check_unique(entries: Iterable[ListEntry]) -> None:
 
 def _check_files(folder: Path, entries: Sequence[ListEntry]) -> None:
     """Check that all files exist; listing each folder once is much faster on a slow disk."""
-    names: dict[str, frozenset[str]] = {}
-    missing = []
-    for entry in entries:
-        parent, _, file = entry.path.rpartition("/")
-        if parent not in names:
-            names[parent] = _list_folder(folder / parent)
-        if file not in names[parent]:
-            missing.append(entry)
+    folders = {entry.path.rpartition("/")[0] for entry in entries}
+    present = {f"{parent}/{name}" for parent in folders for name in _list_folder(folder / parent)}
+    missing = [entry for entry in entries if entry.path not in present]
     if missing:
-        raise MissingData(
-            folder / missing[0].path,
-            f"{missing[0].list.name} lists this file, but it does not exist ({len(missing)} of "
-            f"{len(entries)} listed files are missing)",
-            "Extract all archives again, or use the lists that belong to them.",
-        )
+        counts = f"{len(missing)} of {len(entries)} listed files are missing"
+        problem = f"{missing[0].list.name} lists this file, but it does not exist ({counts})"
+        remedy = "Extract all archives again, or use the lists that belong to them."
+        raise MissingData(folder / missing[0].path, problem, remedy)
 
 
-def _list_folder(folder: Path) -> frozenset[str]:
+def _list_folder(folder: Path) -> list[str]:
     try:
-        return frozenset(os.listdir(folder))
+        return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
-        return frozenset()
+        return []
