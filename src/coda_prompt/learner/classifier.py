@@ -237,8 +237,7 @@ class ContinualClassifier:
         """
         if not 0 <= validation < 1:
             raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
-        started = time.perf_counter()
-        images = labelled(data, labels, skip_bad=skip_bad)
+        started, images = time.perf_counter(), labelled(data, labels, skip_bad=skip_bad)
         chosen = self.choose_backbone(images)
         engine = self._engine(epochs, queries, stop, on_event)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)

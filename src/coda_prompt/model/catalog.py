@@ -85,16 +85,7 @@ _SMALL = ViTConfig(width=384, heads=6, mlp_width=1536)
 _BASE = ViTConfig()
 # The 37 x 37 positions in the file (518 px images) are resampled to 16 x 16.
 _SMALL_14 = ViTConfig(patch_size=14, width=384, heads=6, mlp_width=1536, layer_scale=True)
-_SMALL_14_REGISTERS = ViTConfig(
-    patch_size=14,
-    width=384,
-    heads=6,
-    mlp_width=1536,
-    layer_scale=True,
-    registers=4,
-    position_for_class=False,
-)
-
+_SMALL_14_REGISTERS = replace(_SMALL_14, registers=4, position_for_class=False)
 _CLIP = ViTConfig(pre_norm=True, norm_eps=1e-5)
 _BASE_ROTARY = ViTConfig(image_size=256, registers=4, layer_scale=True, norm_eps=1e-5, rotary=True)
 _SMALL_ROTARY = replace(_BASE_ROTARY, width=384, heads=6, mlp_width=1536)
@@ -107,8 +98,9 @@ _MEAN_STD_CLIP = Preprocessing(
 )
 
 
-def _embedded(name: str, file: str, description: str) -> Backbone:
-    return Backbone(name, description, file, None, None, None)
+def _embedded(name: str, description: str) -> Backbone:
+    description = f"{description}; no download"
+    return Backbone(name, description, f"{name}-vit.safetensors", None, None, None)
 
 
 def _on_hub(
@@ -116,115 +108,47 @@ def _on_hub(
     repository: str,
     config: ViTConfig,
     preprocessing: Preprocessing,
+    megabytes: int,
     description: str,
     classes: int = 0,
 ) -> Backbone:
     file, repository = "model.safetensors", f"timm/{repository}"
+    description = f"{description}; about {megabytes} MB"
     return Backbone(name, description, file, repository, config, preprocessing, classes)
 
 
+_B16, _DINO = "vit_base_patch16_224", "self-supervised on ImageNet-1k"
+_DINOV2 = "self-supervised on LVD-142M"
+_DINOV3 = "self-supervised on LVD-1689M, DINOv3 licence, unverified"
 _BACKBONES = (
-    _embedded("pocket", "pocket-vit.safetensors", "small ViT for drawings; no download"),
-    _embedded("photo", "photo-vit.safetensors", "ViT-S/14 for photographs; no download"),
-    _on_hub(
-        "vit-b16-in1k",
-        "vit_base_patch16_224.augreg_in21k_ft_in1k",
-        _BASE,
-        _MEAN_STD_HALF,
-        "ViT-B/16 of the paper, ImageNet-21k then ImageNet-1k; about 346 MB",
-        1000,
-    ),
-    _on_hub(
-        "vit-b16-in21k",
-        "vit_base_patch16_224.augreg_in21k",
-        _BASE,
-        _MEAN_STD_HALF,
-        "ViT-B/16, ImageNet-21k only; about 410 MB",
-        21843,
-    ),
-    _on_hub(
-        "deit-tiny",
-        "deit_tiny_patch16_224.fb_in1k",
-        _TINY,
-        _IMAGENET,
-        "DeiT-Tiny/16, ImageNet-1k; about 23 MB",
-        1000,
-    ),
-    _on_hub(
-        "deit-small",
-        "deit_small_patch16_224.fb_in1k",
-        _SMALL,
-        _IMAGENET,
-        "DeiT-Small/16, ImageNet-1k; about 88 MB",
-        1000,
-    ),
-    _on_hub(
-        "dino-s16",
-        "vit_small_patch16_224.dino",
-        _SMALL,
-        _IMAGENET,
-        "DINO ViT-S/16, self-supervised on ImageNet-1k; about 87 MB",
-    ),
-    _on_hub(
-        "dino-b16",
-        "vit_base_patch16_224.dino",
-        _BASE,
-        _IMAGENET,
-        "DINO ViT-B/16, self-supervised on ImageNet-1k; about 343 MB",
-    ),
-    _on_hub(
-        "dinov2-s14",
-        "vit_small_patch14_dinov2.lvd142m",
-        _SMALL_14,
-        _IMAGENET,
-        "DINOv2 ViT-S/14, self-supervised on LVD-142M; about 88 MB",
-    ),
-    _on_hub(
-        "dinov2-s14-reg",
-        "vit_small_patch14_reg4_dinov2.lvd142m",
-        _SMALL_14_REGISTERS,
-        _IMAGENET,
-        "DINOv2 ViT-S/14 with 4 registers, self-supervised on LVD-142M; about 88 MB",
-    ),
-    _on_hub(
-        "mae-b16",
-        "vit_base_patch16_224.mae",
-        _BASE,
-        _IMAGENET,
-        "MAE ViT-B/16, self-supervised on ImageNet-1k, licence CC BY-NC 4.0; about 343 MB",
-    ),
-    _on_hub(
-        "dinov3-s16",
-        "vit_small_patch16_dinov3.lvd1689m",
-        _SMALL_ROTARY,
-        _IMAGENET_256,
-        "DINOv3 ViT-S/16, self-supervised on LVD-1689M, DINOv3 licence; about 86 MB; unverified",
-    ),
-    _on_hub(
-        "dinov3-b16",
-        "vit_base_patch16_dinov3.lvd1689m",
-        _BASE_ROTARY,
-        _IMAGENET_256,
-        "DINOv3 ViT-B/16, self-supervised on LVD-1689M, DINOv3 licence; about 343 MB; unverified",
-    ),
-    _on_hub(
-        "clip-b16-openai",
-        "vit_base_patch16_clip_224.openai",
-        replace(_CLIP, quick_gelu=True),
-        _MEAN_STD_CLIP,
-        "OpenAI's CLIP ViT-B/16, class token before the projection; about 345 MB; unverified",
-        512,
-    ),
-    _on_hub(
-        "clip-b16-laion2b",
-        "vit_base_patch16_clip_224.laion2b",
-        _CLIP,
-        _MEAN_STD_CLIP,
-        "OpenCLIP ViT-B/16 on LAION-2B, class token before the projection; about 345 MB; "
-        "unverified",
-        512,
-    ),
-)
+    _embedded("pocket", "small ViT for drawings"),
+    _embedded("photo", "ViT-S/14 for photographs"),
+    _on_hub("vit-b16-in1k", f"{_B16}.augreg_in21k_ft_in1k", _BASE, _MEAN_STD_HALF, 346,
+            "ViT-B/16 of the paper, ImageNet-21k then ImageNet-1k", 1000),
+    _on_hub("vit-b16-in21k", f"{_B16}.augreg_in21k", _BASE, _MEAN_STD_HALF, 410,
+            "ViT-B/16, ImageNet-21k only", 21843),
+    _on_hub("deit-tiny", "deit_tiny_patch16_224.fb_in1k", _TINY, _IMAGENET, 23,
+            "DeiT-Tiny/16, ImageNet-1k", 1000),
+    _on_hub("deit-small", "deit_small_patch16_224.fb_in1k", _SMALL, _IMAGENET, 88,
+            "DeiT-Small/16, ImageNet-1k", 1000),
+    _on_hub("dino-s16", "vit_small_patch16_224.dino", _SMALL, _IMAGENET, 87,
+            f"DINO ViT-S/16, {_DINO}"),
+    _on_hub("dino-b16", f"{_B16}.dino", _BASE, _IMAGENET, 343, f"DINO ViT-B/16, {_DINO}"),
+    _on_hub("dinov2-s14", "vit_small_patch14_dinov2.lvd142m", _SMALL_14, _IMAGENET, 88,
+            f"DINOv2 ViT-S/14, {_DINOV2}"),
+    _on_hub("dinov2-s14-reg", "vit_small_patch14_reg4_dinov2.lvd142m", _SMALL_14_REGISTERS,
+            _IMAGENET, 88, f"DINOv2 ViT-S/14 with 4 registers, {_DINOV2}"),
+    _on_hub("dinov3-s16", "vit_small_patch16_dinov3.lvd1689m", _SMALL_ROTARY, _IMAGENET_256, 86,
+            f"DINOv3 ViT-S/16, {_DINOV3}"),
+    _on_hub("dinov3-b16", "vit_base_patch16_dinov3.lvd1689m", _BASE_ROTARY, _IMAGENET_256, 343,
+            f"DINOv3 ViT-B/16, {_DINOV3}"),
+    _on_hub("mae-b16", f"{_B16}.mae", _BASE, _IMAGENET, 343,
+            f"MAE ViT-B/16, {_DINO}, licence CC BY-NC 4.0"),
+    _on_hub("clip-b16-openai", "vit_base_patch16_clip_224.openai", replace(_CLIP, quick_gelu=True),
+            _MEAN_STD_CLIP, 345, "OpenAI's CLIP ViT-B/16 before the projection, unverified", 512),
+    _on_hub("clip-b16-laion2b", "vit_base_patch16_clip_224.laion2b", _CLIP, _MEAN_STD_CLIP, 345,
+            "OpenCLIP ViT-B/16 on LAION-2B before the projection, unverified", 512),
+)  # fmt: skip
 
 CATALOG: Mapping[str, Backbone] = MappingProxyType(
     {backbone.name: backbone for backbone in _BACKBONES}
