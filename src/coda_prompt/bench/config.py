@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
@@ -47,6 +47,12 @@ class StreamSection(Section):
     """Random images of each class to test on, drawn anew in each trial. Default: all."""
     validation: bool = False
     """Evaluate on a fifth of the training images; test images are not read."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset_limits(self, dump: Any) -> dict[str, Any]:
+        """Leave out limits that are not set: runs of earlier versions do not have them."""
+        unset = {name for name in ("train_images", "test_images") if getattr(self, name) is None}
+        return {name: value for name, value in dump(self).items() if name not in unset}
 
 
 class MethodSection(Section):

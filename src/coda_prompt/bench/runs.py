@@ -66,9 +66,6 @@ class Run:
         It identifies the run: a folder with another configuration is not resumed.
         """
         shared = self.benchmark.model_dump(mode="json", exclude=EXCLUDED_FIELDS)
-        for limit in ("train_images", "test_images"):  # unknown to runs of earlier versions
-            if shared["stream"][limit] is None:
-                del shared["stream"][limit]
         options = self.benchmark.method_config(self.method)
         training = self.benchmark.method_training(self.method, self.seed)
         return {
