@@ -7,12 +7,18 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawings import NAMES, SOURCE
+from drawings import NAMES, SOURCE, drawings
 from serving import served
+from small import TINY, tiny_vit
+
+from coda_prompt import ContinualClassifier
+from coda_prompt.model.catalog import write_weights
+from coda_prompt.preprocessing import Preprocessing
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -155,6 +161,26 @@ def test_teach_two_classes_and_undo(page: Any, tmp_path: Path) -> None:
     draw(page, zigzag(random.Random(99)))
     page.wait_for_timeout(500)
     assert "my zigzag" not in predictions(page)
+
+
+def test_page_of_a_model_for_photographs_asks_for_files(browser: Any, tmp_path: Path) -> None:
+    vit = tiny_vit(config=replace(TINY, channels=3))
+    write_weights(tmp_path / "colour.safetensors", vit, Preprocessing(16))
+    classifier = ContinualClassifier(str(tmp_path / "colour.safetensors"), method="ncm")
+    classifier.learn(*drawings(range(2), 5))
+    classifier.save(tmp_path / "model")
+    with served(str(tmp_path / "model")) as client:
+        page = browser.new_page()
+        page.goto(str(client.base_url))
+        page.wait_for_function("document.body.dataset.input === 'photograph'")
+        assert page.locator("h1").inner_text() == "Show and teach photographs"
+        for hidden in ("#undo-stroke", "#clear", "#add"):
+            assert not page.locator(hidden).is_visible()
+        draw(page, ring(random.Random(0)))  # does nothing
+        SOURCE.test.image(0).save(tmp_path / "image.png")
+        page.set_input_files("#predict-file", tmp_path / "image.png")
+        page.wait_for_selector("#predictions li")
+        page.close()
 
 
 def test_errors_are_shown(page: Any, tmp_path: Path) -> None:
