@@ -99,7 +99,7 @@ def product_step(method: CodaPrompt, images: Tensor, labels: Tensor, cached: boo
 
     def step() -> None:
         method.zero_grad(set_to_none=True)
-        seen: Any = images if cached else method.opened(images)
+        seen: Any = images if cached else method.backbone.open(images, method.first_block)
         loss = method.loss(TrainingBatch(seen, labels, known if cached else method.queries(seen)))
         (loss.mean.mean() + loss.penalty).backward()
 
@@ -257,7 +257,7 @@ def evaluation(quick: bool) -> list[dict[str, Any]]:
                 for task, images in enumerate(tests[: after + 1]):
                     seen: Any = images
                     if task not in known:
-                        seen = method.opened(images)
+                        seen = method.backbone.open(images, method.first_block)
                         known[task] = method.queries(seen)
                     method.logits(seen, known[task])
 

@@ -91,11 +91,9 @@ class EightBit(nn.Module):
             )
         self.layer: nn.Module = quantised[0]
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs)
-
-    def with_gelu(self, inputs: Tensor) -> Tensor:
-        return nn.functional.gelu(self(inputs))
+    def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
+        outputs = self.layer(inputs)[..., slice(None) if rows is None else rows]
+        return nn.functional.gelu(outputs) if gelu else outputs
 
 
 def _quantised(method: CodaPrompt) -> nn.Module | None:

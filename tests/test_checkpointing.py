@@ -40,7 +40,7 @@ from coda_prompt.errors import CorruptFile, Interrupted
 from coda_prompt.methods import METHODS, Method
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Result, Training
+from coda_prompt.training.settings import Event, Result, Training
 
 OPTIONS: dict[str, dict[str, Any]] = {"er-5000": {"buffer": 8}, "ranpac": {"width": 40}}
 TRAINING: dict[str, Any] = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
@@ -64,12 +64,23 @@ def kept_run(
         matrices = {"matrix": result.matrix.tolist(), "own": result.own_classes.tolist()}
         return {"result": json.loads(json.dumps({**matrices, "losses": result.losses}))}
 
-    checkpointer = Checkpointer(folder, {"name": name}, interval=0, stop=stop, notes=notes)
+    checkpointer = Checkpointer(folder, {"name": name}, interval=0, notes=notes)
     if checkpointer.latest is not None:
         saved = checkpointer.latest.notes["result"]
         result.matrix[:], result.own_classes[:] = saved["matrix"], saved["own"]
         result.losses[:] = saved["losses"]
-    engine = Engine(AUGMENTED_VIEWS, Training(**TRAINING | training))
+    stopping = False
+
+    def ask_after_a_step(event: Event) -> None:
+        nonlocal stopping
+        stopping = stopping or (event.kind == "step" and stop())
+
+    engine = Engine(
+        AUGMENTED_VIEWS,
+        Training(**TRAINING | training),
+        on_event=ask_after_a_step,
+        should_stop=lambda: stopping,
+    )
     return method, engine.run(method, stream(), checkpointer=checkpointer, result=result)
 
 

@@ -76,7 +76,7 @@ def test_a_task_of_one_class_does_not_use_up_a_share() -> None:
     method = coda(components=8, tasks=3, length=2)
     grow(method, 1)
     mean = torch.ones(1, 32)
-    method.begin_task(methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), mean))
+    method.begin_task(methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), mean.clone))
     method.end_task()
     grow(method, 2)
     assert method.component_sizes.rows.tolist() == [3, 0, 3, 2]

@@ -401,7 +401,7 @@ def query_passes(stream: Stream, **training: Any) -> int:
     method.queries = counted  # type: ignore[method-assign]
     engine = Engine(AUGMENTED_VIEWS, Training(epochs=5, **training))
     engine.run(method, stream)
-    assert len(engine.queries._tables) == 2, "only the test images' are still needed"
+    assert len(engine.queries.tables) == 2, "only the test images' are still needed"
     return sum(seen)
 
 
@@ -435,7 +435,8 @@ def test_queries_beyond_the_memory_limit_are_stored_in_a_file_unchanged(queries:
         training = Training(epochs=2, views=1, queries=queries, query_memory=memory)
         engine = Engine(AUGMENTED_VIEWS, training)
         engine.run(method, stream)
-        in_memory = [table.memory > 0 for _, _, table in engine.queries._tables.values()]
+        tables = engine.queries.tables.values()
+        in_memory = [table.memory > 0 for each in tables for table in each.values()]
         assert set(in_memory) == {memory > 0}
         states.append(method.learned_state())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])

@@ -271,7 +271,7 @@ def test_temperature_is_fitted_to_held_out_images() -> None:
         return float(-np.log(chances[np.arange(len(rows)), rows]).mean())
 
     fitted = surprise()
-    classifier.predictor.graph.temperature = 1.0
+    classifier.predictor.temperature = 1.0
     assert fitted < surprise()
 
 

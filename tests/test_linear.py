@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from coda_prompt.model import linear as module
-from coda_prompt.model.linear import Linear, linear
+from coda_prompt.model.linear import Linear
 
 pytestmark = pytest.mark.skipif(module._PRODUCT is None, reason="torch without oneDNN")
 
@@ -51,7 +51,7 @@ def test_products_and_gradients(shape: tuple[int, ...], calls: list[str]) -> Non
 
 def test_slices_of_a_weight(calls: list[str]) -> None:
     layer, inputs = frozen(), torch.randn(2, 5, 24)
-    found = linear(inputs, layer.weight[8:], layer.bias[8:])
+    found = layer(inputs, slice(8, None))
     assert_close(found, F.linear(inputs, layer.weight[8:], layer.bias[8:]))
     assert calls == ["none"]
 
@@ -60,11 +60,11 @@ def test_gelu_is_fused_with_the_product_if_nothing_trains(calls: list[str]) -> N
     layer, inputs = frozen(), torch.randn(2, 5, 24)
     expected = F.gelu(F.linear(inputs, layer.weight, layer.bias))
     with torch.no_grad():
-        assert_close(layer.with_gelu(inputs), expected)
+        assert_close(layer(inputs, gelu=True), expected)
     with torch.inference_mode():
-        assert_close(layer.with_gelu(inputs), expected)
+        assert_close(layer(inputs, gelu=True), expected)
     assert calls == ["gelu", "gelu"]
-    assert_close(layer.with_gelu(inputs.requires_grad_()), expected)
+    assert_close(layer(inputs.requires_grad_(), gelu=True), expected)
     assert calls[2:] == ["none"]
 
 

@@ -484,7 +484,7 @@ def test_in_a_mixed_task_each_new_row_is_imprinted_from_its_own_class() -> None:
     means = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     for index, classes in enumerate([(0, 1), (1, 2, 3)]):
         none = torch.zeros(0, dtype=torch.int64)
-        method.begin_task(methods.TaskBrief(index, 0, classes, none, means[list(classes)]))
+        method.begin_task(methods.TaskBrief(index, 0, classes, none, means[list(classes)].clone))
         if index == 0:
             method.end_task()
     rows = method.head.weight.frozen[2:]
@@ -501,7 +501,7 @@ def test_an_imprinted_row_has_the_mean_length_and_bias_of_older_rows() -> None:
     method.end_task()
     mean = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
     method.begin_task(
-        methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), class_means=mean)
+        methods.TaskBrief(1, 0, (2,), torch.zeros(0, dtype=torch.int64), class_means=mean.clone)
     )
     method.end_task()
     expected = 2.0 * torch.nn.functional.normalize(mean, dim=1)[0]

@@ -71,7 +71,7 @@ def check_training(
 ) -> None:
     """Value and gradients of the whole loss: masked cross-entropy, key loss, penalty."""
     parameters = method.trainable_parameters()
-    first_new = int(method.head.open_rows[0])
+    first_new = int(method.head.weight.reopened[0])
     expected = penalty()
     for image, label in zip(images, labels, strict=True):
         query = naive_features(method.backbone, image[None])[0]

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from coda_prompt.data.stream import Task, make_stream
 from coda_prompt.errors import Interrupted
-from coda_prompt.methods import Loss, ParameterGroup, Stage, TaskBrief, TrainingBatch
+from coda_prompt.methods import Loss, Stage, TaskBrief, TrainingBatch
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import MethodConfig, TrainedMethod
+from coda_prompt.methods.stages import ParameterGroup
 from coda_prompt.model.vit import BlockEdits, Images, LowRank, ViT
 from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.engine import Engine
@@ -121,7 +122,7 @@ class LowRankWithAlignment(TrainedMethod):
             self.backup = self.head.weight.rows.detach().clone()
         if stage.name == "align" and self.restores:
             assert self.head.weight.trainable is not None
-            self.head.weight.trainable.data.copy_(self.backup[self.head.open_rows])
+            self.head.weight.trainable.data.copy_(self.backup[self.head.weight.reopened])
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         assert queries is not None
@@ -211,14 +212,15 @@ def test_a_stop_in_any_stage_resumes_bit_identical(stopped: int, tmp_path: Path)
         nonlocal steps
         steps += event.kind == "step"
 
-    def checkpointer(limit: float) -> Checkpointer:
-        return Checkpointer(tmp_path, "mine", stop=lambda: steps >= limit)
+    def checkpointer() -> Checkpointer:
+        return Checkpointer(tmp_path, "mine")
 
+    stopping = engine(on_event=count, should_stop=lambda: steps >= stopped)
     with pytest.raises(Interrupted):
-        engine(on_event=count).learn(made(), task, checkpointer=checkpointer(stopped))
+        stopping.learn(made(), task, checkpointer=checkpointer())
     resumed = made()
     before = steps
-    assert engine(on_event=count).learn(resumed, task, checkpointer=checkpointer(99)) == losses
+    assert engine(on_event=count).learn(resumed, task, checkpointer=checkpointer()) == losses
     assert steps == 18
     assert steps - before == 18 - stopped
     expected = whole.learned_state()

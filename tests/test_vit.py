@@ -120,9 +120,9 @@ def test_prefixes_go_in_after_the_projection() -> None:
     # prefix that went through the (zero) projection would vanish.
     mean = values.sum(dim=1, keepdim=True) / 13
     expected = attention.proj(mean).expand(-1, 10, -1)
-    torch.testing.assert_close(
-        attention(*attention.project(tokens, False), (keys, values)), expected, atol=1e-6, rtol=1e-5
-    )
+    projected = attention.qkv(tokens).chunk(3, dim=-1)
+    found = attention(*projected, (keys, values))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_prefixes_do_not_change_the_number_of_tokens() -> None:

@@ -88,12 +88,15 @@ def decode_file_name(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
+CONTROL = frozenset({"Cc", "Cs", "Zl", "Zp"})
+"""Unicode categories: control characters, surrogates, line and paragraph separators."""
+
+
 def escape_control_characters(text: str) -> str:
     """Escape control characters, so that a name cannot send commands to the terminal."""
-    escaped = {"Cc", "Cs", "Zl", "Zp"}  # control, surrogate, line and paragraph separator
     return "".join(
         each.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if each != "\n" and unicodedata.category(each) in escaped
+        if each != "\n" and unicodedata.category(each) in CONTROL
         else each
         for each in text
     )

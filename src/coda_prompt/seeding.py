@@ -11,12 +11,8 @@ import hashlib
 import torch
 
 
-def keyed_seed(seed: int, *key: int | str) -> int:
-    """Derive a 63-bit seed from a seed and a key (SHA-256)."""
-    text = "/".join(str(part) for part in (seed, *key))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
 def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """Return a CPU generator for a seed and a key."""
-    return torch.Generator().manual_seed(keyed_seed(seed, *key))
+    """Return a CPU generator whose 63-bit seed is derived from a seed and a key (SHA-256)."""
+    text = "/".join(str(part) for part in (seed, *key))
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

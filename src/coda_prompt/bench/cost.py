@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ def method_after(
                 setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     for index, end in enumerate(accumulate(tasks)):
         rows = range(end - tasks[index], end)
-        means = torch.zeros(len(rows), vit.width, device="meta")
+        means = partial(torch.zeros, len(rows), vit.width, device="meta")
         method.begin_task(TaskBrief(index, 0, tuple(rows), torch.tensor(rows), means))
         if finish or index < len(tasks) - 1:
             method.end_task()

@@ -82,7 +82,6 @@ def execute(
     """
     fabric = fabric or Devices(run.device, precision=run.benchmark.precision).fabric()
     writes = fabric.global_rank == 0
-    should_stop = any_rank(fabric, should_stop)
     job = _prepare(run, inputs, fabric)
     mirror = Mirror(run.folder, run.remote) if run.remote is not None and writes else None
     if mirror is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+import unicodedata
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from coda_prompt.console import escape_control_characters
+from coda_prompt.console import CONTROL
 from coda_prompt.data.images import SUFFIXES
 from coda_prompt.data.sources import FileSplit, Source
 from coda_prompt.errors import MissingData
@@ -19,7 +19,7 @@ from coda_prompt.errors import MissingData
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
 _SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 
-FolderId = tuple[int, int]  # device and inode
+FolderId = tuple[int, ...]  # inode and device: os.stat(folder)[1:3]
 
 
 @dataclass(frozen=True)
@@ -111,39 +111,28 @@ def class_folders(root: Path) -> ClassFolders:
     """List the folders in `root`, which are its classes.
 
     Raises:
-        MissingData: The folder cannot be read, or a name in it is not valid for a class.
+        MissingData: There is no folder in it, it cannot be read, or a name in it is not valid for
+            a class.
     """
     resolved = root.resolve()
-    ancestors = frozenset(_folder_id(folder) for folder in (resolved, *resolved.parents))
+    ancestors = frozenset(os.stat(folder)[1:3] for folder in (resolved, *resolved.parents))
     folders, images, _ = _list_folder(root)
-    paths = {os.path.basename(path): path for path in folders if _folder_id(path) not in ancestors}
+    paths = {
+        os.path.basename(path): path for path in folders if os.stat(path)[1:3] not in ancestors
+    }
     for name in paths:
         if not is_valid_class_name(name):
             problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
             raise MissingData(root, f"{problem} or has control characters", "Rename the folder.")
+    if not paths:
+        loose = f"{len(images)} images but " if images else ""
+        raise MissingData(root, f"there is {loose}no class folder in it", EXPECTED_LAYOUT)
     return ClassFolders(root, paths, len(images), ancestors)
-
-
-def files_by_class(folders: ClassFolders) -> tuple[dict[str, list[str]], Counter[str]]:
-    """Return the sorted images in and below each class folder, and the extensions of other files.
-
-    Raises:
-        MissingData: There is no class folder, or a folder cannot be read.
-    """
-    if not folders.paths:
-        loose = f"{folders.loose_images} images but " if folders.loose_images else ""
-        raise MissingData(folders.root, f"there is {loose}no class folder in it", EXPECTED_LAYOUT)
-    files: dict[str, list[str]] = {}
-    extensions: Counter[str] = Counter()
-    for name, path in folders.paths.items():
-        files[name], others = _files_below(path, folders.ancestors)
-        extensions.update(os.path.splitext(path)[1].lower() or "no ending" for path in others)
-    return files, extensions
 
 
 def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
     """Return the images of each class, none of which may be empty or have a dangling link."""
-    files, _ = files_by_class(folders)
+    files = {name: files_below(path, folders.ancestors)[0] for name, path in folders.paths.items()}
     for name, paths in files.items():
         for path in paths:
             if os.path.islink(path) and not os.path.exists(path):
@@ -155,12 +144,9 @@ def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
     return files
 
 
-def images_below(root: Path) -> list[str]:
-    """Return all images in and below a folder, sorted."""
-    return _files_below(str(root), frozenset())[0]
-
-
-def _files_below(folder: str, ancestors: frozenset[FolderId]) -> tuple[list[str], list[str]]:
+def files_below(
+    folder: str, ancestors: frozenset[FolderId] = frozenset()
+) -> tuple[list[str], list[str]]:
     """Return images and other files in and below a folder, both sorted.
 
     Links are followed, but not to an ancestor (it has other classes) and to no folder twice.
@@ -169,9 +155,10 @@ def _files_below(folder: str, ancestors: frozenset[FolderId]) -> tuple[list[str]
     images, others = [], []
     while pending:
         current = pending.pop()
-        if _folder_id(current) in seen:
+        identity = os.stat(current)[1:3]
+        if identity in seen:
             continue
-        seen.add(_folder_id(current))
+        seen.add(identity)
         folders, images_here, others_here = _list_folder(current)
         pending += reversed(folders)  # of two links to a folder, always take the first
         images += images_here
@@ -208,11 +195,6 @@ def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
     return folders, images, others
 
 
-def _folder_id(folder: str | Path) -> FolderId:
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
-
-
 def is_valid_class_name(text: str) -> bool:
     """Return whether a class can have this name: not empty, Unicode, no control characters."""
-    return bool(text) and "\n" not in text and escape_control_characters(text) == text
+    return bool(text) and not any(unicodedata.category(each) in CONTROL for each in text)

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,14 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Subset
 
-from coda_prompt.data import hf_datasets, shards
-from coda_prompt.data.folders import (
-    class_folders,
-    files_by_class,
-    folder_source,
-    images_below,
-    is_valid_class_name,
-)
+from coda_prompt.data import folders, hf_datasets, shards
 from coda_prompt.data.hf_datasets import HubSplit
 from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
 from coda_prompt.data.kinds import is_drawing
@@ -95,7 +89,7 @@ class Labelled:
     @cached_property
     def samples(self) -> list[Sample]:
         """Images at equal distances over the whole split."""
-        count = len(self.split)
+        count = len(self.split.labels)
         indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
         # one at a time: a decoded photograph takes tens of megabytes
         images = (self.split.image(int(index)) for index in indices)
@@ -124,11 +118,7 @@ def parse_name(name: str) -> tuple[Kind, str]:
 
 
 def open_source(
-    name: str,
-    *,
-    data: Path | None = None,
-    lists: Path | None = None,
-    strength: float | None = None,
+    name: str, *, data: Path | None = None, lists: Path | None = None, strength: float | None = None
 ) -> Source:
     """Open the train and test images that a name stands for.
 
@@ -154,7 +144,7 @@ def open_source(
         return shards.shard_source(location)
     if Path(name).name == name and not Path(name).exists():
         raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
-    return folder_source(name)
+    return folders.folder_source(name)
 
 
 def labelled(
@@ -177,7 +167,19 @@ def labelled(
     """
     if isinstance(data, Labelled):
         return data
-    images = _open_labelled(data, labels, part, skip_bad)
+    if not isinstance(data, str | os.PathLike):
+        images = _open_items(data, labels, skip_bad)
+    elif labels is not None:
+        problem = "a folder names its classes itself; leave them out"
+        raise BadOption("the images", "labels", problem)
+    elif (name := os.fspath(data)).startswith(hf_datasets.PREFIX):
+        location = name.removeprefix(hf_datasets.PREFIX)
+        images = Labelled(*hf_datasets.open_hub_split(location, part))
+    elif name.startswith(shards.PREFIX):
+        location = name.removeprefix(shards.PREFIX)
+        images = Labelled(*shards.open_shard_split(location, part))
+    else:
+        images = _open_folder(Path(data), skip_bad)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")
@@ -187,17 +189,8 @@ def labelled(
     return images
 
 
-def _open_labelled(data: Any, labels: Any, part: str, skip_bad: bool) -> Labelled:
-    if isinstance(data, str | os.PathLike):
-        if labels is not None:
-            problem = "a folder names its classes itself; leave them out"
-            raise BadOption("the images", "labels", problem)
-        kind, location = parse_name(os.fspath(data))
-        if kind == "hub":
-            return Labelled(*hf_datasets.open_hub_split(location, part))
-        if kind == "shards":
-            return Labelled(*shards.open_shard_split(location, part))
-        return _open_folder(Path(data), skip_bad)
+def _open_items(data: Any, labels: Any, skip_bad: bool) -> Labelled:
+    """Open a dataset, or images with labels."""
     if labels is None:
         return _open_dataset(data, skip_bad)
     items = image_items(data)
@@ -241,7 +234,7 @@ def image_paths(names: Iterable[Paths]) -> list[str]:
         for match in matches or [str(root)]:
             if not os.path.isdir(match):
                 paths.append(match)
-            elif images := images_below(Path(match)):
+            elif images := folders.files_below(match)[0]:
                 paths += images
             elif exists:
                 raise MissingData(root, "there is no image in it", "Name files or folders.")
@@ -286,8 +279,8 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     if not root.is_dir():
         problem = "this is not a folder" if root.exists() else "there is no such folder"
         raise MissingData(root, problem, "Name a folder with one folder of images per class.")
-    folders = class_folders(root)
-    names = list(folders.paths)
+    listed = folders.class_folders(root)
+    names = list(listed.paths)
     if names and set(names) <= {"train", "test", "val", "valid", "validation"}:
         training = root / ("train" if "train" in names else names[0])
         raise MissingData(
@@ -295,7 +288,11 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
             f"it contains {', '.join(names)}, which are splits of a dataset and not classes",
             f"Name the one to learn from: {training}.",
         )
-    files, other_files = files_by_class(folders)
+    files: dict[str, list[str]] = {}
+    other_files: Counter[str] = Counter()
+    for name, path in listed.paths.items():
+        files[name], others = folders.files_below(path, listed.ancestors)
+        other_files.update(os.path.splitext(other)[1].lower() or "no ending" for other in others)
     empty = [name for name, paths in files.items() if not paths]
     if empty and not skip_bad:
         remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)."
@@ -304,9 +301,9 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     split = FileSplit((path for group in files.values() for path in group), rows)
     images = _leave_out_unreadable(split, tuple(files), skip_bad)
     remarks = list(images.remarks)
-    if folders.loose_images:
+    if listed.loose_images:
         remarks.append(
-            f"{folders.loose_images} images beside the class folders are left out: no class"
+            f"{listed.loose_images} images beside the class folders are left out: no class"
         )
     if other_files:
         most = other_files.most_common(5)
@@ -333,9 +330,9 @@ def _leave_out_unreadable(
 
     if isinstance(split, FileSplit):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            problems = list(pool.map(problem, range(len(split))))
+            problems = list(pool.map(problem, range(len(split.labels))))
     else:  # a dataset may not be thread-safe
-        problems = [problem(index) for index in range(len(split))]
+        problems = [problem(index) for index in range(len(split.labels))]
     bad = tuple(each for each in problems if each is not None)
     good = [index for index, each in enumerate(problems) if each is None]
     if bad and not (skip_bad and good):
@@ -397,6 +394,6 @@ def _check_labels(labels: Any) -> list[str | int]:
     if not all(isinstance(value, str | int) for value in values):
         raise BadOption("the images", "labels", "class names are strings or integers")
     for value in values:
-        if isinstance(value, str) and not is_valid_class_name(value):
+        if isinstance(value, str) and not folders.is_valid_class_name(value):
             raise BadOption("the images", "labels", f"{value!r} is not a valid class name")
     return values

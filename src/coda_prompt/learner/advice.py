@@ -111,7 +111,9 @@ def summary(images: Labelled) -> str:
 def _similar_names(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
     """Return pairs of names that differ in case, spaces, accents, plural or one letter."""
     names = [*known, *(name for name in new if name not in known)]
-    plain = [_normalized(name) for name in names]
+    folded = [unicodedata.normalize("NFKD", name).casefold() for name in names]
+    letters = ["".join(filter(str.isalnum, name)) for name in folded]
+    plain = [short.removesuffix("s") or name for short, name in zip(letters, folded, strict=True)]
     pairs = []
     for later, name in enumerate(names):
         for earlier in range(later) if name in new else ():
@@ -125,12 +127,6 @@ def _similar_names(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, 
             if not first.isdecimal() and (first == second or similar):
                 pairs.append((names[earlier], name))
     return pairs
-
-
-def _normalized(name: str) -> str:
-    folded = unicodedata.normalize("NFKD", name).casefold()
-    letters = "".join(letter for letter in folded if letter.isalnum())
-    return letters.removesuffix("s") or folded
 
 
 def _differ_in_number(first: str, second: str) -> bool:

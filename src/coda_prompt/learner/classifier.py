@@ -16,28 +16,11 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from coda_prompt import __version__, methods
+from coda_prompt import __version__, errors, methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.data.resolve import Labelled, MemorySplit, image_items, labelled
 from coda_prompt.data.stream import Samples, Task
-from coda_prompt.errors import (
-    BackboneMismatch,
-    BadMethod,
-    BadOption,
-    CorruptFile,
-    HashMismatch,
-    MissingData,
-    ModelChanged,
-    NothingToUndo,
-    NotLearned,
-    UnfinishedLesson,
-)
-from coda_prompt.learner import advice, store
-from coda_prompt.learner.calibration import (
-    expected_calibration_error,
-    fit_temperature,
-    merge_temperatures,
-)
+from coda_prompt.learner import advice, calibration, store
 from coda_prompt.learner.predictor import OnEvent, Prediction, Predictor
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, Learned, TaskAccuracy
 from coda_prompt.learner.store import Description, TaskRecord
@@ -47,12 +30,12 @@ from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json, file_sha256
 from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.devices import Devices, any_rank
+from coda_prompt.training.devices import Devices
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Training
-from coda_prompt.training.snapshot import Snapshot
+from coda_prompt.training.snapshot import restored_on_error
 
 AUTO = "auto"
 """The backbone that suits the images of the first lesson."""
@@ -133,6 +116,7 @@ class ContinualClassifier:
         config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
         self._method = entry.type(self._backbone.vit, config).to(self._fabric.device)
         self._method.name = entry.name
+        self._method.eval()
         pocket = self.backbone_name == "pocket"
         self._training = make_config(
             Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
@@ -157,7 +141,7 @@ class ContinualClassifier:
         self.classes_ = [name for task in tasks for name in task.new]
         """Class names, in the order in which they were learned."""
         fits = [(task.temperature, task.fitted_on) for task in tasks]
-        self.temperature = merge_temperatures(fits, self._method.temperature)
+        self.temperature = calibration.merge_temperatures(fits, self._method.temperature)
         """Divides the logits before they become probabilities; fitted on held-out images."""
         self._predictor = Predictor(
             self._method,
@@ -181,7 +165,7 @@ class ContinualClassifier:
             NotLearned: No class has been learned yet.
         """
         if not self._tasks:
-            raise NotLearned([], [])
+            raise errors.NotLearned([], [])
         return self._predictor
 
     # -- learning
@@ -236,35 +220,27 @@ class ContinualClassifier:
             ```
         """
         if not 0 <= validation < 1:
-            raise BadOption("learn", "validation", f"{validation} is not in [0, 1)")
+            raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
         started, images = time.perf_counter(), labelled(data, labels, skip_bad=skip_bad)
-        chosen = self.choose_backbone(images)
+        chosen = self.choose_backbone(images) if self._auto else None
         engine = self._engine(epochs, queries, stop, on_event)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
         warnings = self.warnings(images, watched)
-        known, records = self.classes_, self._tasks
+        known = self.classes_
         previous = self._model() if known else None
         before, after = {}, {}
         checkpointer = None
-        snapshot = Snapshot(self._method)
-        try:
+        with restored_on_error(self._method):
             if watched is not None:
                 before = self._watched_accuracies(watched, known, engine)
             task = self._make_task(images, validation)
             if progress is not None:
                 checkpointer = self._open_checkpoints(progress, images, engine, validation)
             engine.learn(self._method, task, checkpointer=checkpointer)
-            record = self._record(images, task)
-            self._set_tasks([*records, record])
-            if len(task.test):
-                record = self._measured(record, task, engine)
-                self._set_tasks([*records, record])
+            record = self._record(images, task, engine)
             if watched is not None:
                 after = self._watched_accuracies(watched, known, engine)
-        except BaseException:
-            snapshot.restore()
-            self._set_tasks(records)
-            raise
+        self._set_tasks([*self._tasks, record])
         self._checkpointer = checkpointer
         self._saved, self._previous = None, previous
         return Learned(
@@ -311,7 +287,7 @@ class ContinualClassifier:
         """
         previous = self._previous_model()
         if previous is None:
-            raise NothingToUndo("The classifier")
+            raise errors.NothingToUndo("The classifier")
         self._set_state(previous, "the previous version")
         self._saved, self._previous = previous, None
 
@@ -358,7 +334,7 @@ class ContinualClassifier:
         predictor, images = self.predictor, image_items(data)
         split = MemorySplit(images, np.zeros(len(images), np.int64))
         logits = predictor.split_logits(split, range(len(images)))
-        return predictor.graph.probabilities(logits).numpy()
+        return predictor.calibrated(logits).numpy()
 
     def score(self, data: Any, labels: Any = None) -> float:
         """Return the share of images that are classified correctly."""
@@ -388,7 +364,7 @@ class ContinualClassifier:
         classes, predictor = self.classes_, self.predictor
         not_learned = [name for name in images.names if name not in classes]
         if not_learned:
-            raise NotLearned(not_learned, classes)
+            raise errors.NotLearned(not_learned, classes)
         truth = _rows(images.names, classes)[images.split.labels]
         logits = predictor.split_logits(images.split, range(len(truth)), on_event=on_event)
         tasks = []
@@ -401,8 +377,8 @@ class ContinualClassifier:
         return Evaluation(
             images=len(truth),
             accuracy=float((logits.argmax(dim=1) == truth).double().mean()),
-            calibration_error=expected_calibration_error(
-                predictor.graph.probabilities(logits), truth
+            calibration_error=calibration.expected_calibration_error(
+                predictor.calibrated(logits), truth
             ),
             classes=_accuracy_by_class(images, range(len(truth)), logits.argmax(dim=1) == truth),
             tasks=tuple(tasks),
@@ -422,7 +398,7 @@ class ContinualClassifier:
         with store.exclusive_writer(folder):
             current = (folder.resolve(), store.model_sha256(folder))
             if self._home is not None and self._home[0] == current[0] and self._home != current:
-                raise ModelChanged(folder)
+                raise errors.ModelChanged(folder)
             self.write(folder)
 
     def write(self, folder: Path) -> None:
@@ -544,24 +520,21 @@ class ContinualClassifier:
         """Make the engine of one lesson, whose options replace those of the classifier."""
         if epochs is not None and self._method.closed_form:
             problem = f"{self.method_name} has nothing to train; leave it out"
-            raise BadOption("learn", "epochs", problem)
-        options = {"epochs": epochs, "queries": queries}
-        changes = {name: value for name, value in options.items() if value is not None}
+            raise errors.BadOption("learn", "epochs", problem)
+        training, options = self._training, {"epochs": epochs, "queries": queries}
+        if changes := {name: value for name, value in options.items() if value is not None}:
+            values = {**dataclasses.asdict(training), **changes}
+            training = make_config(Training, "the training", values)
+        on_event = on_event or (lambda event: None)
         return Engine(
-            self._views,
-            make_config(
-                Training, "the training", {**dataclasses.asdict(self._training), **changes}
-            ),
-            fabric=self._fabric,
-            on_event=on_event or (lambda event: None),
-            should_stop=any_rank(self._fabric, stop),
+            self._views, training, fabric=self._fabric, on_event=on_event, should_stop=stop
         )
 
     def _make_task(self, images: Labelled, validation: float) -> Task:
         """Number the classes as rows of the head and hold out a share of each class."""
         index, known = len(self._tasks), self.classes_
         names = [*known, *(name for name in images.names if name not in known)]
-        rows = _rows(images.names, names).numpy()
+        rows = np.array([names.index(name) for name in images.names])
         labels = rows[images.split.labels]
         held_out = np.zeros(len(labels), bool)
         generator = keyed_generator(self._training.seed, index, "held out")
@@ -599,51 +572,41 @@ class ContinualClassifier:
         checkpointer = Checkpointer(folder, identity, writes=self._fabric.global_rank == 0)
         other = checkpointer.other_training and checkpointer.other_training.identity
         if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
-            raise UnfinishedLesson(folder)
+            raise errors.UnfinishedLesson(folder)
         return checkpointer
 
-    def _record(self, images: Labelled, task: Task) -> TaskRecord:
-        """Describe the lesson, except for what is measured."""
-        known = self.classes_
+    def _record(self, images: Labelled, task: Task, engine: Engine) -> TaskRecord:
+        """Describe the lesson, with accuracy and temperature measured on its held-out images."""
+        known, temperature, fitted_on = self.classes_, self._method.temperature, 0
+        accuracy, accuracy_own, error = None, None, None
+        if len(task.test):
+            labels, indices = torch.from_numpy(task.test.labels), task.test.indices.tolist()
+            logits = self._predictor.split_logits(
+                task.test.split, indices, stop=engine.should_stop, on_event=engine.on_event
+            )
+            if logits.shape[1] > 1:
+                temperature = calibration.fit_temperature(logits, labels, temperature)
+                fitted_on = len(labels)
+            accuracy, accuracy_own = _accuracy(logits, labels, torch.tensor(task.classes))
+            fits = [(each.temperature, each.fitted_on) for each in self._tasks]
+            merged = calibration.merge_temperatures(
+                [*fits, (temperature, fitted_on)], self._method.temperature
+            )
+            error = calibration.expected_calibration_error(
+                torch.softmax(logits / merged, dim=1), labels
+            )
         return TaskRecord(
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             new=[name for name in images.names if name not in known],
             continued=[name for name in images.names if name in known],
             images=images.counts(),
             held_out=len(task.test),
-            accuracy=None,
-            accuracy_own=None,
-            calibration_error=None,
-            temperature=self._method.temperature,
-            fitted_on=0,
+            accuracy=accuracy,
+            accuracy_own=accuracy_own,
+            calibration_error=error,
+            temperature=temperature,
+            fitted_on=fitted_on,
         )
-
-    def _measured(self, record: TaskRecord, task: Task, engine: Engine) -> TaskRecord:
-        """Add accuracy and the fitted temperature on the held-out images of the newest task."""
-        labels = torch.from_numpy(task.test.labels)
-        logits = self._predictor.split_logits(
-            task.test.split,
-            task.test.indices.tolist(),
-            stop=engine.should_stop,
-            on_event=engine.on_event,
-        )
-        temperature, fitted_on = self._method.temperature, 0
-        if logits.shape[1] > 1:
-            temperature = fit_temperature(logits, labels, temperature)
-            fitted_on = len(labels)
-        fits = [(earlier.temperature, earlier.fitted_on) for earlier in self._tasks[:-1]]
-        merged = merge_temperatures([*fits, (temperature, fitted_on)], self._method.temperature)
-        accuracy, accuracy_own = _accuracy(logits, labels, torch.tensor(task.classes))
-        changes = {
-            "accuracy": accuracy,
-            "accuracy_own": accuracy_own,
-            "calibration_error": expected_calibration_error(
-                torch.softmax(logits / merged, dim=1), labels
-            ),
-            "temperature": temperature,
-            "fitted_on": fitted_on,
-        }
-        return record.model_copy(update=changes)
 
     def _watched_accuracies(
         self, images: Labelled, names: list[str], engine: Engine
@@ -702,23 +665,23 @@ class ContinualClassifier:
 
     def _check_backbone(self, description: Description, path: object) -> None:
         if self._fingerprint != description.backbone.fingerprint:
-            raise BackboneMismatch(path, description.backbone.fingerprint, self._fingerprint)
+            raise errors.BackboneMismatch(path, description.backbone.fingerprint, self._fingerprint)
         if self._backbone.path is not None:  # another version may recognise other files
             self._views = _as_recorded(self._views, description.pixels)
         if self._preprocessing() != description.pixels:
-            raise CorruptFile(path, "its preprocessing is not that of its backbone")
+            raise errors.CorruptFile(path, "its preprocessing is not that of its backbone")
 
     def _set_state(self, model: store.Model, path: object) -> None:
         """Replace everything learned by what is in a model."""
         for tensor in model.tensors.values():
             negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
             if negative_count or not tensor.isfinite().all():
-                raise CorruptFile(
+                raise errors.CorruptFile(
                     path, "it has numbers that cannot be: negative counts, NaN or inf"
                 )
         self._method.load_learned_state(model.tensors)
         if self._method.classes_seen != len(model.description.classes):
-            raise CorruptFile(path, "its tensors are not of as many classes as it names")
+            raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
         self._set_tasks(list(model.description.tasks))
 
 
@@ -747,7 +710,9 @@ def _check_suitable(entry: methods.Entry, name: str) -> None:
         problem = f"{name} trains the whole network, and a model stores only what is added to it"
     else:
         return
-    raise BadOption("ContinualClassifier", "method", f"{problem}; use {DEFAULT_METHOD} or coda-p")
+    raise errors.BadOption(
+        "ContinualClassifier", "method", f"{problem}; use {DEFAULT_METHOD} or coda-p"
+    )
 
 
 def _checked_options(description: Description, path: object) -> dict[str, Any]:
@@ -756,7 +721,7 @@ def _checked_options(description: Description, path: object) -> dict[str, Any]:
         not description.training.keys() <= _TRAINING_FIELDS
         or _RESERVED & description.options.keys()
     ):
-        raise CorruptFile(path, "its options are not those of a method and a training")
+        raise errors.CorruptFile(path, "its options are not those of a method and a training")
     # The number of loader processes depends on the machine, not on the model.
     return {**description.options, **description.training, "workers": 0}
 
@@ -771,13 +736,13 @@ def _resolve_backbone(made_with: store.BackboneRecord, named: str | None, folder
         entry, _, path = parse_backbone(str(named))
         if path is None or (entry is not None and entry.name != made_with.name.partition("@")[0]):
             problem = f"{folder} was made with {made_with.name}; make another model for {named}"
-            raise BadOption("the model", "backbone", problem)
+            raise errors.BadOption("the model", "backbone", problem)
         return f"{made_with.name}={path}" if known else str(path)
     if made_with.path is None or (not known and Path(made_with.name).exists()):
         return made_with.name
     if not Path(made_with.path).exists():
         remedy = "Name it where it is now: --backbone PATH (backbone=... in Python)."
-        raise MissingData(made_with.path, f"the backbone of {folder} is not there", remedy)
+        raise errors.MissingData(made_with.path, f"the backbone of {folder} is not there", remedy)
     return f"{made_with.name}={made_with.path}" if known else made_with.path
 
 
@@ -789,7 +754,7 @@ def check_backbone(made_with: store.BackboneRecord, named: str | None, folder: P
     """
     fingerprint = load_backbone(_resolve_backbone(made_with, named, folder)).vit.fingerprint()
     if fingerprint != made_with.fingerprint:
-        raise BackboneMismatch(folder, made_with.fingerprint, fingerprint)
+        raise errors.BackboneMismatch(folder, made_with.fingerprint, fingerprint)
 
 
 def _as_recorded(views: Views, pixels: dict[str, Any]) -> Views:
@@ -815,7 +780,7 @@ def _resolve_method(description: Description, named: str | None, folder: Path) -
     made_with = description.method
     if description.method_sha256 is None:
         if made_with not in methods.METHODS:
-            raise CorruptFile(folder, f"its method '{made_with}' is not part of coda-prompt")
+            raise errors.CorruptFile(folder, f"its method '{made_with}' is not part of coda-prompt")
         if named not in (None, made_with):
             raise _other_method(made_with, str(named))
         return made_with
@@ -825,18 +790,18 @@ def _resolve_method(description: Description, named: str | None, folder: Path) -
             f"contains no code; name the file with --method path/to/file.py:{made_with} "
             "(method=... in Python)"
         )
-        raise BadOption("the model", "method", problem)
+        raise errors.BadOption("the model", "method", problem)
     path, _, class_name = named.rpartition(":")
     if class_name != made_with:
         raise _other_method(made_with, named)
     if not Path(path).is_file():
-        raise BadMethod(named, f"there is no file {path}")
+        raise errors.BadMethod(named, f"there is no file {path}")
     if Path(path).resolve().is_relative_to(folder.resolve()):
         problem = f"{path} is inside the model folder, and no code from there is run; move it"
-        raise BadOption("the model", "method", problem)
+        raise errors.BadOption("the model", "method", problem)
     sha256 = file_sha256(Path(path))
     if sha256 != description.method_sha256:
-        raise HashMismatch(
+        raise errors.HashMismatch(
             path,
             description.method_sha256,
             sha256,
@@ -846,9 +811,9 @@ def _resolve_method(description: Description, named: str | None, folder: Path) -
     return named
 
 
-def _other_method(made_with: str, named: str) -> BadOption:
+def _other_method(made_with: str, named: str) -> errors.BadOption:
     problem = f"this model was made with {made_with}; make another model for {named}"
-    return BadOption("the model", "method", problem)
+    return errors.BadOption("the model", "method", problem)
 
 
 def _rows(names: Sequence[str], classes: Sequence[str]) -> Tensor:

@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from coda_prompt.errors import MissingExtra
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.storage.files import write_atomically
+
+
+class ProbabilityGraph(nn.Module):
+    """From preprocessed images (B x C x H x W) to probabilities (B x classes)."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        super().__init__()
+        self.method, self.predictor = predictor.method, predictor
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.predictor.calibrated(self.method.logits(images))
 
 
 def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path) -> None:
@@ -33,7 +45,7 @@ def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path)
         raise MissingExtra("export to ONNX", "onnx") from error
     size = predictor.preprocessing.size
     example = torch.zeros(2, predictor.preprocessing.channels, size, size)
-    graph = predictor.graph.to("cpu")
+    graph = ProbabilityGraph(predictor).eval().to("cpu")
     with torch.no_grad(), _quiet_exporter():
         graph(example)  # compute lazily created buffers before tracing
         program = torch.onnx.export(

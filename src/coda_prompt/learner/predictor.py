@@ -10,7 +10,7 @@ import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.data.resolve import as_image
@@ -58,59 +58,29 @@ class Prediction:
         return {**asdict(self), "top": [asdict(candidate) for candidate in self.top]}
 
 
-class ProbabilityGraph(nn.Module):
-    """From preprocessed images (B x C x H x W) to probabilities (B x classes)."""
-
-    def __init__(self, method: Method, temperature: float) -> None:
-        super().__init__()
-        self.method, self.temperature = method, temperature
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Divide logits by the temperature and normalize them over the classes."""
-        return torch.softmax(logits / self.temperature, dim=1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.probabilities(self.method.logits(images))
-
-
+@dataclass
 class Predictor:
     """Classifies images with a trained method.
 
     The command line, `ContinualClassifier`, the HTTP service and the ONNX export share it.
-
-    Args:
-        method: A method that has learned `classes`.
-        preprocessing: The pixels its backbone expects.
-        resize: How an image becomes square: `crop` its center or `squash` it.
-        classes: Class names in the order of the method's logits.
-        temperature: Divides the logits before they become probabilities.
-        fabric: Device and precision. With several processes, all of them must make the same
-            calls: each computes its share of a batch, and all receive every result.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        preprocessing: Preprocessing,
-        resize: Literal["crop", "squash"],
-        classes: Sequence[str],
-        temperature: float,
-        fabric: Fabric,
-    ) -> None:
-        self.graph = ProbabilityGraph(method, temperature).eval()
-        self.preprocessing, self.resize = preprocessing, resize
-        self.classes = tuple(classes)
-        self.min_side = required_min_side(preprocessing, None)
-        """Side length in pixels that suffices; larger JPEG files are decoded at reduced size."""
-        self.fabric = fabric
-
-    def preprocess(self, image: Image.Image) -> Tensor:
-        """Return an image as the backbone expects it, C x H x W."""
-        return eval_view(image, self.preprocessing, self.resize)
+    method: Method
+    preprocessing: Preprocessing
+    """The pixels the backbone expects."""
+    resize: Literal["crop", "squash"]
+    """How an image becomes square: `crop` its center or `squash` it."""
+    classes: list[str]
+    """Class names in the order of the method's logits."""
+    temperature: float
+    """Divides the logits before they become probabilities."""
+    fabric: Fabric
+    """Device and precision. With several processes, all of them must make the same calls: each
+    computes its share of a batch, and all receive every result."""
 
     def logits(self, images: Sequence[Tensor]) -> Tensor:
         """Return the logits of preprocessed images, B x classes in float64 on the CPU."""
-        fabric, method = self.fabric, self.graph.method
+        fabric, method = self.fabric, self.method
         own = slice(fabric.global_rank, None, fabric.world_size)
         # A process without a share joins in with an empty batch: sharded weights need everyone.
         size = self.preprocessing.size
@@ -120,7 +90,7 @@ class Predictor:
         with torch.inference_mode(), fabric.autocast():
             logits = method.logits(batch.to(fabric.device, dtype))
         if fabric.world_size > 1:
-            table = logits.new_zeros(len(images), len(self.classes))
+            table = logits.new_zeros(len(images), logits.shape[1])
             table[own] = logits
             reduced = fabric.all_reduce(table, reduce_op="sum")
             assert isinstance(reduced, Tensor)
@@ -129,7 +99,11 @@ class Predictor:
 
     def probabilities(self, images: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of preprocessed images, B x classes in float64 on the CPU."""
-        return self.graph.probabilities(self.logits(images))
+        return self.calibrated(self.logits(images))
+
+    def calibrated(self, logits: Tensor) -> Tensor:
+        """Return the probabilities for logits, B x classes."""
+        return torch.softmax(logits / self.temperature, dim=1)
 
     def rank(self, probabilities: Tensor, top: int, unknown_below: float) -> Prediction:
         """Apply top-k and the unknown rule to one image's probabilities.
@@ -169,9 +143,9 @@ class Predictor:
             BadImages: Images of a batch that cannot be read.
             Interrupted: `stop` became true.
         """
-        table = torch.zeros(len(indices), len(self.classes), dtype=torch.float64)
+        table = torch.zeros(len(indices), self.method.classes_seen, dtype=torch.float64)
         for positions, logits in self._batches(
-            lambda position: split.image(int(indices[position]), self.min_side),
+            lambda position, min_side: split.image(int(indices[position]), min_side),
             len(indices),
             None,
             on_event,
@@ -206,25 +180,30 @@ class Predictor:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
         """
         for indices, logits in self._batches(
-            lambda index: as_image(images[index], self.min_side), len(images), on_bad, on_event
+            lambda index, min_side: as_image(images[index], min_side), len(images), on_bad, on_event
         ):
-            for index, row in zip(indices, self.graph.probabilities(logits), strict=True):
+            for index, row in zip(indices, self.calibrated(logits), strict=True):
                 yield index, self.rank(row, top, unknown_below)
 
     def _batches(
         self,
-        read: Callable[[int], Image.Image],
+        read: Callable[[int, int], Image.Image],
         count: int,
         on_bad: Callable[[BadImage], None] | None,
         on_event: OnEvent | None,
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones."""
+        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones.
+
+        `read` gets an index and the side length in pixels that suffices.
+        """
+        min_side = required_min_side(self.preprocessing, None)
         for start in range(0, count, BATCH_SIZE):
             end = min(start + BATCH_SIZE, count)
             views, readable, bad = [], [], []
             for index in range(start, end):
                 try:
-                    views.append(self.preprocess(read(index)))
+                    image = read(index, min_side)
+                    views.append(eval_view(image, self.preprocessing, self.resize))
                     readable.append(index)
                 except BadImage as problem:
                     bad.append(problem)

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import BadMethod, UnknownName
-from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief, TrainedMethod
+from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
@@ -25,24 +25,10 @@ from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.lwf import LearningWithoutForgetting
 from coda_prompt.methods.options import make_config, option_meanings
 from coda_prompt.methods.replay import ExperienceReplay
-from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
+from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
 
-__all__ = [
-    "METHODS",
-    "Entry",
-    "Loss",
-    "Method",
-    "ParameterGroup",
-    "PromptMethod",
-    "Stage",
-    "TaskBrief",
-    "TrainedMethod",
-    "TrainingBatch",
-    "describe",
-    "find",
-    "make",
-]
+__all__ = ["Loss", "Method", "PromptMethod", "Stage", "TaskBrief", "TrainingBatch"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ are rows: the k-th class ever seen has label k.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from coda_prompt.methods.bank import Bank, upgrade_format1
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT, check_prompts
 from coda_prompt.methods.stages import Stage, TrainingBatch
-from coda_prompt.model.vit import Images, Opening, Prefixes, ViT
+from coda_prompt.model.vit import Images, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
 
@@ -49,9 +49,9 @@ class TaskBrief:
     """Rows of the task's classes, ascending; those not below the number seen are new."""
     labels: Tensor
     """The row of each training image of the task."""
-    class_means: Tensor | None = None
-    """Mean feature of each class in `classes`, computed by the method as it was before the task;
-    zero for a class without images. Only if `wants_class_means` asks for it."""
+    class_means: Callable[[], Tensor] | None = None
+    """Computes the mean feature of each class in `classes` by the method as it is when called; zero
+    for a class without images."""
 
     def generator(self, purpose: str) -> torch.Generator:
         """A generator for one purpose in this task."""
@@ -118,6 +118,8 @@ class Method(nn.Module):
     """Divides scores before the softmax when no held-out images are there to fit it."""
     frozen_backbone: ClassVar[bool] = True
     """Whether the ViT is never changed; if not, the method trains a copy of it."""
+    first_block: int | None = None
+    """The block up to which the query's pass and the next one agree, so that it is run once."""
 
     name: str = ""
     """The method's name in results; `methods.make` sets it."""
@@ -138,10 +140,6 @@ class Method(nn.Module):
 
     # -- learning a task
 
-    def wants_class_means(self, classes: tuple[int, ...]) -> bool:
-        """Whether a task with these classes starts from their mean features."""
-        return False
-
     def begin_task(self, brief: TaskBrief) -> None:
         """Make parameters for what the task adds."""
         if self.in_task:
@@ -157,8 +155,9 @@ class Method(nn.Module):
 
     def end_task(self) -> None:
         """Freeze what was learned: all banks close. An override calls this one last."""
-        for _, bank in self._banks():
-            bank.close()
+        for module in self.modules():
+            if isinstance(module, Bank):
+                module.close()
         self.in_task = False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -189,7 +188,10 @@ class Method(nn.Module):
         """
 
     def replay(self, count: int, generator: torch.Generator) -> Tensor:
-        """(task, image) of each past image to train on in this epoch, n x 2; none by default."""
+        """(task, image) of each past image to train on in this epoch, n x 2; none by default.
+
+        Called if `keeps_images` is set.
+        """
         return torch.zeros(0, 2, dtype=torch.int64)
 
     # -- computing
@@ -209,10 +211,6 @@ class Method(nn.Module):
     def forward(self, batch: TrainingBatch) -> Loss:
         """Called by the engine, so that wrappers for several processes see the training step."""
         return self.loss(batch)
-
-    def opened(self, images: Images) -> Images:
-        """Run images as far as the query's pass and the next one agree."""
-        return images
 
     @torch.no_grad()
     def queries(self, images: Images) -> Tensor:
@@ -248,7 +246,7 @@ class Method(nn.Module):
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unexpected:
             raise self._misfit(f"missing {missing or '-'}, unexpected {unexpected or '-'}")
-        banks = {f"{name}.frozen": bank for name, bank in self._banks()}
+        banks = self._banks()
         for name, tensor in state.items():
             fits = (
                 banks[name].resize(tensor)
@@ -264,12 +262,12 @@ class Method(nn.Module):
 
     def growing_axes(self) -> dict[str, int]:
         """The tensors of the learned state that grow by task, and along which axis."""
-        return {f"{name}.frozen": bank.axis for name, bank in self._banks()}
+        return {name: bank.axis for name, bank in self._banks().items()}
 
-    def _banks(self) -> Iterator[tuple[str, Bank]]:
-        for name, module in self.named_modules():
-            if isinstance(module, Bank):
-                yield name, module
+    def _banks(self) -> dict[str, Bank]:
+        """Each bank under the name of its tensor in the learned state."""
+        modules = self.named_modules()
+        return {f"{name}.frozen": bank for name, bank in modules if isinstance(bank, Bank)}
 
     def _is_consistent(self) -> bool:
         """Whether the banks that grow together have grown alike; asked after loading."""
@@ -282,22 +280,30 @@ class Method(nn.Module):
 class TrainedMethod(Method):
     """A method with a linear head that is trained by gradients."""
 
+    trains_all_rows: ClassVar[bool] = False
+    """Whether a task trains the head rows of all classes, or only those of its own classes."""
+    imprints: ClassVar[bool] = True
+    """Whether head rows may start at class means."""
+    learns_lone_class: ClassVar[bool] = False
+    """Whether the loss can train a head of one class; a softmax over it is 1 for any weights."""
+
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
         self.head = Head(backbone.config.width)
 
-    def wants_class_means(self, classes: tuple[int, ...]) -> bool:
-        """New head rows are imprinted if asked for, and if no loss could train them."""
-        return self.config.head_init == "imprint" or self._lone_new_class(self._open_rows(classes))
-
     def begin_task(self, brief: TaskBrief) -> None:
-        """Open the head rows that will train; overrides add what else is learned."""
-        rows = self._open_rows(brief.classes)
-        lone_new_class = self._lone_new_class(rows)
+        """Open the head rows that will train; overrides add what else is learned.
+
+        New rows are imprinted with class means if asked for, and if no loss could train them.
+        """
+        seen = self.classes_seen
         super().begin_task(brief)
-        self.head.begin_task(rows, brief.generator("head"), brief.class_means)
-        if lone_new_class:
-            # Softmax over one class is 1 whatever the weights: the imprinted row stays as it is.
+        rows = tuple(range(self.classes_seen)) if self.trains_all_rows else brief.classes
+        lone = rows == (seen,) and not self.learns_lone_class
+        wanted = self.imprints and (lone or self.config.head_init == "imprint")
+        means = brief.class_means() if wanted and brief.class_means is not None else None
+        self.head.begin_task(rows, brief.generator("head"), means)
+        if lone:
             self.head.close()
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
@@ -310,23 +316,18 @@ class TrainedMethod(Method):
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(super().parameter_count().body, self.head.weight.frozen.numel())
 
-    def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
-        """Head rows that train in a task: its own classes, old ones it brings again included."""
-        return classes
-
-    def _lone_new_class(self, rows: tuple[int, ...]) -> bool:
-        return len(rows) == 1 and rows[0] >= self.classes_seen
-
     def _masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy over the open rows; the logits of other classes are left out.
 
         In a task of one known class its row trains against all other rows, which are frozen.
         """
-        if self.head.open_rows is not None and len(self.head.open_rows) == 1:
+        rows = self.head.weight.reopened
+        assert rows is not None
+        assert self.head.weight.trainable is not None
+        if len(rows) == 1:
             return F.cross_entropy(self.head(features), labels, reduction="none")
-        return F.cross_entropy(
-            self.head.open_logits(features), self.head.position_of(labels), reduction="none"
-        )
+        logits = F.linear(features, self.head.weight.trainable, self.head.bias.trainable)
+        return F.cross_entropy(logits, torch.searchsorted(rows, labels), reduction="none")
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -343,6 +344,7 @@ class PromptMethod(TrainedMethod):
 
     Config: ClassVar[type[MethodConfig]] = PromptConfig
     needs_queries = True
+    first_block: int
     config: PromptConfig
 
     def __init__(
@@ -361,15 +363,9 @@ class PromptMethod(TrainedMethod):
             )
 
     @torch.no_grad()
-    def opened(self, images: Images) -> Opening:
-        return (
-            images if isinstance(images, Opening) else self.backbone.open(images, self.first_block)
-        )
-
-    @torch.no_grad()
     def queries(self, images: Images) -> Tensor:
         if self.config.query == "early":
-            return self.backbone.early_features(self.opened(images))
+            return self.backbone.early_features(self.backbone.open(images, self.first_block))
         return self.backbone.features(images)
 
     @abstractmethod
@@ -386,7 +382,7 @@ class PromptMethod(TrainedMethod):
 
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         if queries is None:
-            images = self.opened(images)
+            images = self.backbone.open(images, self.first_block)
             queries = self.queries(images)
         return self.backbone.features(images, self.prefixes(queries))
 
@@ -396,10 +392,6 @@ class PromptMethod(TrainedMethod):
         prefixes, total = self.training_prefixes(batch.queries)
         features = self.backbone.features(batch.images, prefixes)
         return Loss(self._masked_loss(features, batch.labels), total, self.penalty())
-
-    def _learns_prompts(self, brief: TaskBrief) -> bool:
-        """False for a task of one class: no loss could train its prompt."""
-        return len(brief.classes) > 1
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
@@ -414,9 +406,3 @@ def cosines(queries: Tensor, keys: Tensor) -> Tensor:
     """
     with full_precision(queries.device):
         return F.normalize(queries.to(keys.dtype), dim=-1) @ F.normalize(keys, dim=-1).mT
-
-
-def split_prompts(prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """B x ... x L x D -> keys and values: the first half of the rows and the second."""
-    keys, values = prompts.chunk(2, dim=-2)
-    return keys, values

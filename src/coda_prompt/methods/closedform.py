@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import (
-    Loss,
-    Method,
-    MethodConfig,
-    ParameterCount,
-    TaskBrief,
-    cosines,
-)
+from coda_prompt.methods.base import Loss, Method, MethodConfig, ParameterCount, TaskBrief, cosines
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
 from coda_prompt.methods.stages import TrainingBatch
 from coda_prompt.model.vit import Images, ViT
@@ -85,7 +77,7 @@ class NearestClassMean(ClosedForm):
 class RanPAC(RidgeClassifier, ClosedForm):
     """RanPAC: ridge regression on a random ReLU projection of frozen features."""
 
-    Config: ClassVar[type[MethodConfig]] = RidgeConfig
+    Config = RidgeConfig
     variants = MappingProxyType({"ranpac": {}})
 
     def scores(self, queries: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
+from coda_prompt.methods import orthogonal
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     MethodConfig,
@@ -28,17 +29,9 @@ from coda_prompt.methods.base import (
     PromptMethod,
     TaskBrief,
     full_precision,
-    split_prompts,
 )
 from coda_prompt.methods.frozen_cache import FrozenCache
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.orthogonal import (
-    frobenius_penalty,
-    gram_error,
-    mean_square_penalty,
-    orthonormal_rows,
-    uniform_rows,
-)
 from coda_prompt.model.vit import Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
@@ -54,7 +47,9 @@ PRESETS: MappingProxyType[str, tuple[Initialisation, Penalty, float]] = MappingP
         "release-2023": ("task-by-task", "mean-square", 0.0),
     }
 )
-PENALTIES = MappingProxyType({"frobenius": frobenius_penalty, "mean-square": mean_square_penalty})
+PENALTIES = MappingProxyType(
+    {"frobenius": orthogonal.frobenius_penalty, "mean-square": orthogonal.mean_square_penalty}
+)
 EPSILON = 1e-12
 
 
@@ -85,81 +80,64 @@ class CodaConfig(PromptConfig):
     """Ablation: without, no penalty and components start uniform in [0, 1)."""
 
 
+KeyProducts = tuple[Tensor, Tensor | None]
+"""A * K/|K| and A^2, each blocks x M x D; without attention vectors K/|K| and None."""
+
+
+def key_products(keys: Tensor, attention: Tensor | None = None) -> KeyProducts:
+    """Combine keys and attention vectors as `component_weights` needs them."""
+    with full_precision(keys.device):
+        unit = F.normalize(keys, dim=-1, eps=EPSILON)
+        return (unit, None) if attention is None else (attention * unit, attention.square())
+
+
+def component_weights(queries: Tensor, products: KeyProducts) -> Tensor:
+    """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D.
+
+    q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
+    Without attention vectors alpha = cos(q, K) (eq. 4).
+    """
+    keys, squares = products
+    with full_precision(queries.device):  # a cosine in half precision is noise
+        queries = queries.to(keys.dtype)
+        if squares is None:
+            return F.normalize(queries, dim=-1, eps=EPSILON) @ keys.mT
+        # Clamped before the root, which has no gradient at 0.
+        lengths = (queries.square() @ squares.mT).clamp_min(EPSILON**2).sqrt()
+        return queries @ keys.mT / lengths
+
+
 class CodaPrompt(PromptMethod):
     """CODA-P: prompts are sums of components, weighted by attended key-query similarity.
 
-    For the query q of an image, each prompted block computes
-
-        alpha_m = cos(q * A_m, K_m)     (eq. 5)
-        p       = sum_m alpha_m P_m     (eq. 3)
-
-    and uses the two halves of p as prefixes of its keys and values. Banks stack the tensors of all
-    prompted blocks: blocks x components x ...
+    The two halves of a prompt are prefixes of a block's keys and values. Banks stack the tensors of
+    all prompted blocks: blocks x components x ...
     """
 
     Config: ClassVar[type[MethodConfig]] = CodaConfig
     variants = MappingProxyType({"coda-p": {}, "coda-p-s": {"components": 20, "length": 4}})
     config: CodaConfig
 
-    def __init__(self, backbone: ViT, config: CodaConfig) -> None:
-        super().__init__(backbone, config, {"blocks": "length"})
-        initialisation, penalty, weight = PRESETS[config.preset]
-        if initialisation == "all-at-once" and config.tasks is None:
-            raise BadOption(
-                "CODA-P",
-                "tasks",
-                f"preset '{config.preset}' initialises all components together and needs the "
-                "number of tasks; give it, or use preset 'release-2023'",
-            )
-        if config.tasks is not None and config.components < config.tasks:
-            raise BadOption(
-                "CODA-P",
-                "components",
-                f"{config.components} components cannot be divided among {config.tasks} tasks; "
-                "use at least one per task",
-            )
-        if config.orthogonality_weight is not None:
-            weight = config.orthogonality_weight
-        self._initialisation = initialisation if config.orthogonality else "uniform"
-        self._penalty, self._penalty_weight = PENALTIES[penalty], weight * config.orthogonality
-        blocks, width = len(config.blocks), backbone.config.width
-        self.components = Bank((config.length, width), groups=blocks)  # P
-        self.keys = Bank((width,), groups=blocks)  # K
-        self.attention = Bank((width,), groups=blocks)  # A
-        self.component_sizes = Bank(dtype=torch.int64)
-        self._frozen_products = FrozenCache(key_products)
-        self._frozen_errors = {name: FrozenCache(gram_error) for name in self.prompt_banks}
-
-    @property
-    def prompt_banks(self) -> dict[str, Bank]:
-        """The banks that grow by one row per component."""
-        banks = {"components": self.components, "keys": self.keys}
-        return banks | {"attention": self.attention} if self.config.attention else banks
-
-    # -- equations 3 to 7
-
     def prefixes(self, queries: Tensor) -> Prefixes:
-        """Key and value prefixes of every prompted block (eq. 3), frozen and open components."""
-        attended = (self.keys, self.attention) if self.config.attention else (self.keys,)
-        parts = []
+        """p = sum_m alpha_m P_m (eq. 3), over frozen and open components."""
+        sums = []  # blocks x B x LD
         if self.components.frozen.shape[1]:
-            products = self._frozen_products(*(bank.frozen for bank in attended))
-            parts.append(weighted_sum(queries, products, self.components.frozen))
-        keys, attention = self.keys.trainable, self.attention.trainable
-        if self.components.trainable is not None and keys is not None:
-            products = key_products(keys, attention)
-            parts.append(weighted_sum(queries, products, self.components.trainable))
-        if not parts:
+            banks = (self.keys, self.attention) if self.config.attention else (self.keys,)
+            products = self._frozen_products(*(bank.frozen for bank in banks))
+            sums.append(component_weights(queries, products) @ self.components.frozen.flatten(2))
+        if self.components.trainable is not None and self.keys.trainable is not None:
+            products = key_products(self.keys.trainable, self.attention.trainable)
+            sums.append(component_weights(queries, products) @ self.components.trainable.flatten(2))
+        if not sums:
             return {}
-        prompts = sum(parts[1:], parts[0])  # blocks x B x L x D
-        return {
-            block: split_prompts(prompt) for block, prompt in zip(self.blocks, prompts, strict=True)
-        }
+        prompts = sum(sums[1:], sums[0]).unflatten(2, (self.config.length, -1))
+        keys, values = prompts.chunk(2, dim=2)  # each blocks x B x L/2 x D
+        return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
 
     def penalty(self) -> Tensor:
         """lambda (L(P) + L(K) + L(A)), L(B) = |B B^T - I| (eqs. 6 and 7)."""
         if not self._penalty_weight or self.components.trainable is None:
-            return super().penalty()
+            return self.keys.frozen.new_zeros(())
         parts = [
             self._penalty(bank.frozen, bank.trainable, self._frozen_errors[name](bank.frozen))
             for name, bank in self.prompt_banks.items()
@@ -167,48 +145,33 @@ class CodaPrompt(PromptMethod):
         ]
         return self._penalty_weight * torch.stack(parts).sum()
 
-    # -- growth
+    # -- state, and how it grows
+
+    def __init__(self, backbone: ViT, config: CodaConfig) -> None:
+        super().__init__(backbone, config, {"blocks": "length"})
+        initialisation, penalty, weight = _published_form(config)
+        self._initialisation = initialisation if config.orthogonality else "uniform"
+        self._penalty, self._penalty_weight = PENALTIES[penalty], weight * config.orthogonality
+        blocks, width = len(config.blocks), backbone.config.width
+        self.components = Bank((config.length, width), groups=blocks)  # P
+        self.keys = Bank((width,), groups=blocks)  # K
+        self.attention = Bank((width,), groups=blocks)  # A
+        self.prompt_banks = {"components": self.components, "keys": self.keys}
+        if config.attention:
+            self.prompt_banks["attention"] = self.attention
+        self.component_sizes = Bank(dtype=torch.int64)
+        self._frozen_products = FrozenCache(key_products)
+        self._frozen_errors = {
+            name: FrozenCache(orthogonal.gram_error) for name in self.prompt_banks
+        }
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        count = self._next_count() if self._learns_prompts(brief) else 0
+        count = self._new_components(brief)
         self.component_sizes.append([count])
         if not count:
             return
-        self._warn_if_crowded(count)
-        for name, bank in self.prompt_banks.items():
-            rows = self._initial_rows(name, bank.frozen, count, brief)
-            if self.config.freezing:
-                bank.open(rows)
-            else:
-                bank.append(rows)
-                bank.reopen()
-
-    def _next_count(self) -> int:
-        config, learned = self.config, int((self.component_sizes.rows > 0).sum())
-        if config.tasks is None or learned >= config.tasks:
-            return config.components_per_task or max(1, config.components // 10)
-        share, remainder = divmod(config.components, config.tasks)
-        return share + (learned < remainder)
-
-    def _initial_rows(self, name: str, older: Tensor, count: int, brief: TaskBrief) -> Tensor:
-        """The initial values of `count` new rows per block, in the shape of `older`."""
-        learned = older.shape[1]
-        if self._initialisation == "uniform":
-            return uniform_rows(older, count, brief.generator(name))
-        flat = older.flatten(2)
-        if self._initialisation == "all-at-once" and learned + count <= self.config.components:
-            # Not keyed by the task: each task takes its part of one basis.
-            shared = keyed_generator(brief.seed, name)
-            rows = orthonormal_rows(flat[:, :0], self.config.components, shared)
-            rows = rows[:, learned : learned + count]
-        else:
-            rows = orthonormal_rows(flat, count, brief.generator(name))
-        return rows.unflatten(2, older.shape[2:]).contiguous()
-
-    def _warn_if_crowded(self, count: int) -> None:
-        """Warn once, when keys run out of orthogonal directions."""
-        learned, width = len(self.keys), self.keys.frozen.shape[2]
+        learned, total, width = len(self.keys), self.config.components, self.vit_config.width
         if self._initialisation != "uniform" and learned <= width < learned + count:
             log.warning(
                 "%d components in %d dimensions: new keys and attention vectors without an "
@@ -216,45 +179,49 @@ class CodaPrompt(PromptMethod):
                 learned + count,
                 width,
             )
+        for name, bank in self.prompt_banks.items():
+            older, generator = bank.frozen, brief.generator(name)
+            if self._initialisation == "uniform":
+                rows = orthogonal.uniform_rows(older, count, generator)
+            elif self._initialisation == "all-at-once" and learned + count <= total:
+                # One basis for all tasks, not keyed by the task; each takes its part.
+                shared = keyed_generator(brief.seed, name)
+                basis = orthogonal.orthonormal_rows(older[:, :0], total, shared)
+                rows = basis[:, learned : learned + count].contiguous()
+            else:
+                rows = orthogonal.orthonormal_rows(older, count, generator)
+            if self.config.freezing:
+                bank.open(rows)
+            else:
+                bank.append(rows)
+                bank.reopen()
+
+    def _new_components(self, brief: TaskBrief) -> int:
+        """The number of components a task adds; none if it has one class, which has no loss."""
+        config, learned = self.config, int((self.component_sizes.rows > 0).sum())
+        if len(brief.classes) < 2:
+            return 0
+        if config.tasks is None or learned >= config.tasks:
+            return config.components_per_task or max(1, config.components // 10)
+        share, remainder = divmod(config.components, config.tasks)
+        return share + (learned < remainder)
 
     def _is_consistent(self) -> bool:
         rows = {len(bank) for bank in self.prompt_banks.values()}
         return super()._is_consistent() and rows == {int(self.component_sizes.rows.sum())}
 
 
-class KeyProducts(NamedTuple):
-    """Keys and attention vectors, combined as eq. 5 needs them."""
-
-    unit_keys: Tensor
-    """blocks x M x D: A * K / |K|, or K / |K| without attention vectors."""
-    squares: Tensor | None
-    """blocks x M x D: A^2; None without attention vectors."""
-
-
-def key_products(keys: Tensor, attention: Tensor | None = None) -> KeyProducts:
-    with full_precision(keys.device):
-        unit = F.normalize(keys, dim=-1, eps=EPSILON)
-        if attention is None:
-            return KeyProducts(unit, None)
-        return KeyProducts(attention * unit, attention.square())
-
-
-def component_weights(queries: Tensor, keys: KeyProducts) -> Tensor:
-    """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D.
-
-    q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
-    Without attention vectors alpha = cos(q, K) (eq. 4).
-    """
-    with full_precision(queries.device):  # a cosine in half precision is noise
-        queries = queries.to(keys.unit_keys.dtype)
-        if keys.squares is None:
-            return F.normalize(queries, dim=-1, eps=EPSILON) @ keys.unit_keys.mT
-        squared_length = queries.square() @ keys.squares.mT
-        # Clamped before the root, which has no gradient at 0.
-        return queries @ keys.unit_keys.mT / squared_length.clamp_min(EPSILON**2).sqrt()
-
-
-def weighted_sum(queries: Tensor, keys: KeyProducts, components: Tensor) -> Tensor:
-    """p = sum_m alpha_m P_m (eq. 3), blocks x B x L x D."""
-    weights = component_weights(queries, keys)
-    return (weights @ components.flatten(2)).unflatten(2, components.shape[2:])
+def _published_form(config: CodaConfig) -> tuple[Initialisation, Penalty, float]:
+    """How components are initialised, the penalty and its weight; checks the options of these."""
+    initialisation, penalty, weight = PRESETS[config.preset]
+    if initialisation == "all-at-once" and config.tasks is None:
+        problem = (
+            f"preset '{config.preset}' initialises all components together and needs the number of "
+            "tasks; give it, or use preset 'release-2023'"
+        )
+        raise BadOption("CODA-P", "tasks", problem)
+    if config.tasks is not None and config.components < config.tasks:
+        problem = f"{config.components} components cannot be divided among {config.tasks} tasks"
+        raise BadOption("CODA-P", "components", f"{problem}; use at least one per task")
+    own_weight = config.orthogonality_weight
+    return initialisation, penalty, weight if own_weight is None else own_weight

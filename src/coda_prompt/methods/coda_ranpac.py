@@ -7,12 +7,11 @@ https://arxiv.org/abs/2307.02251.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
+from coda_prompt.methods.base import ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
@@ -31,12 +30,10 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
     classes. The linear head is only used to train the prompts.
     """
 
-    Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
+    Config = CodaRanPACConfig
     variants = MappingProxyType({"coda-p-ranpac": {}})
+    imprints = False
     config: CodaRanPACConfig
-
-    def wants_class_means(self, classes: tuple[int, ...]) -> bool:
-        return False
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
@@ -50,7 +47,6 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
         prompts = sum(bank.frozen.numel() for bank in self.prompt_banks.values())
         return ParameterCount(prompts, self.statistics.sums.frozen.numel())
 
-    def _learns_prompts(self, brief: TaskBrief) -> bool:
+    def _new_components(self, brief: TaskBrief) -> int:
         """Learn prompts only while the sums are empty."""
-        empty = not self.statistics.classes
-        return empty and super()._learns_prompts(brief)
+        return 0 if self.statistics.classes else super()._new_components(brief)

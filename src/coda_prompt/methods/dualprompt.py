@@ -6,7 +6,6 @@ Wang et al., ECCV 2022, https://arxiv.org/abs/2204.04799.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -14,14 +13,7 @@ from torch import Tensor
 
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import (
-    MethodConfig,
-    PromptConfig,
-    PromptMethod,
-    TaskBrief,
-    cosines,
-    split_prompts,
-)
+from coda_prompt.methods.base import PromptConfig, PromptMethod, TaskBrief, cosines
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
@@ -46,11 +38,10 @@ class DualPromptConfig(PromptConfig):
 class DualPrompt(PromptMethod):
     """DualPrompt: general prompts for all tasks, and an expert prompt per task.
 
-    Training uses the task's own expert; inference the one with the nearest key, per block and
-    image, among the tasks learned so far.
+    Training uses the task's expert, inference the one with the nearest key, per block and image.
     """
 
-    Config: ClassVar[type[MethodConfig]] = DualPromptConfig
+    Config = DualPromptConfig
     variants = MappingProxyType({"dualprompt": {}})
     config: DualPromptConfig
 
@@ -66,13 +57,13 @@ class DualPrompt(PromptMethod):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        if not self._learns_prompts(brief):
-            return
-        if not len(self.general):
-            self.general.append(uniform_rows(self.general.frozen, 1, brief.generator("general")))
-        self.general.reopen()
-        self.experts.open(uniform_rows(self.experts.frozen, 1, brief.generator("expert")))
-        self.keys.open(uniform_rows(self.keys.frozen, 1, brief.generator("key")))
+        if len(brief.classes) > 1:  # no loss could train the prompt of a single class
+            if not len(self.general):
+                rows = uniform_rows(self.general.frozen, 1, brief.generator("general"))
+                self.general.append(rows)
+            self.general.reopen()
+            self.experts.open(uniform_rows(self.experts.frozen, 1, brief.generator("expert")))
+            self.keys.open(uniform_rows(self.keys.frozen, 1, brief.generator("key")))
 
     def prefixes(self, queries: Tensor) -> Prefixes:
         if not len(self.keys):
@@ -90,10 +81,12 @@ class DualPrompt(PromptMethod):
         return self._with_general(list(self.experts.trainable)), key_loss
 
     def _with_general(self, experts: list[Tensor]) -> Prefixes:
-        prompts = (*self.general.rows, *experts)  # each 1 or B x L x D
-        return {
-            block: split_prompts(prompt) for block, prompt in zip(self.blocks, prompts, strict=True)
-        }
+        """Split each prompt (1 or B x L x D) into the prefixes of its block."""
+        prefixes = {}
+        for block, prompt in zip(self.blocks, (*self.general.rows, *experts), strict=True):
+            keys, values = prompt.chunk(2, dim=1)
+            prefixes[block] = (keys, values)
+        return prefixes
 
     def _is_consistent(self) -> bool:
         tasks = len(self.experts)

@@ -21,6 +21,7 @@ class WholeNetwork(TrainedMethod):
 
     learning_rate = 1e-4
     frozen_backbone = False
+    trains_all_rows = True
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
@@ -29,7 +30,7 @@ class WholeNetwork(TrainedMethod):
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         # With an imprinted head there is no loss, and weight decay must not change the network.
-        self.network.requires_grad_(self.head.open_rows is not None)
+        self.network.requires_grad_(self.head.weight.trainable is not None)
 
     def end_task(self) -> None:
         self.network.requires_grad_(False)
@@ -47,11 +48,6 @@ class WholeNetwork(TrainedMethod):
         """Compute the cross-entropy over all classes seen so far, one value per image."""
         return F.cross_entropy(self.head(features), labels, reduction="none")
 
-    def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the rows of all classes: those of old classes are trained too."""
-        new = tuple(row for row in classes if row >= self.classes_seen)
-        return (*range(self.classes_seen), *new)
-
 
 class FineTuning(WholeNetwork):
     """FT: trains the network on the new task with a softmax over all classes seen so far."""
@@ -63,12 +59,10 @@ class FineTuningMasked(WholeNetwork):
     """FT++: FT with old classes excluded from the softmax and their head rows frozen."""
 
     variants = MappingProxyType({"ft++": {}})
+    trains_all_rows = False
 
     def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
         return self._masked_loss(features, labels)
-
-    def _open_rows(self, classes: tuple[int, ...]) -> tuple[int, ...]:
-        return classes
 
 
 class UpperBound(WholeNetwork):

@@ -18,11 +18,6 @@ class Head(nn.Module):
         self.weight = Bank((width,))
         self.bias = Bank()
 
-    @property
-    def open_rows(self) -> Tensor | None:
-        """Labels of the rows that train, ascending; None between tasks."""
-        return self.weight.reopened
-
     def begin_task(
         self, rows: tuple[int, ...], generator: torch.Generator, means: Tensor | None
     ) -> None:
@@ -53,20 +48,10 @@ class Head(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """B x classes."""
         logits = F.linear(features, self.weight.frozen, self.bias.frozen)
-        rows = self.weight.reopened
-        if rows is None:
+        if self.weight.trainable is None or self.weight.reopened is None:
             return logits
-        return logits.index_copy(1, rows, self.open_logits(features).to(logits.dtype))
-
-    def open_logits(self, features: Tensor) -> Tensor:
-        """B x open rows."""
-        assert self.weight.trainable is not None
-        return F.linear(features, self.weight.trainable, self.bias.trainable)
-
-    def position_of(self, labels: Tensor) -> Tensor:
-        """The position of each label among the open rows."""
-        assert self.open_rows is not None
-        return torch.searchsorted(self.open_rows, labels)
+        trained = F.linear(features, self.weight.trainable, self.bias.trainable)
+        return logits.index_copy(1, self.weight.reopened, trained.to(logits.dtype))
 
     def _imprinted(self, means: Tensor) -> tuple[Tensor, Tensor]:
         weight = self.weight.frozen

@@ -6,7 +6,6 @@ Wang et al., CVPR 2022, https://arxiv.org/abs/2112.08654; "++" as in CODA-Prompt
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -14,14 +13,7 @@ from torch import Tensor
 
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import (
-    MethodConfig,
-    PromptConfig,
-    PromptMethod,
-    TaskBrief,
-    cosines,
-    split_prompts,
-)
+from coda_prompt.methods.base import PromptConfig, PromptMethod, TaskBrief, cosines
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.model.vit import Prefixes, ViT
@@ -49,7 +41,7 @@ class L2P(PromptMethod):
     Selection is per image, never by a vote of the batch.
     """
 
-    Config: ClassVar[type[MethodConfig]] = L2PConfig
+    Config = L2PConfig
     variants = MappingProxyType(
         {"l2p++": {}, "deep-l2p++": {"pool": 100, "blocks": (0, 1, 2, 3, 4)}}
     )
@@ -66,7 +58,7 @@ class L2P(PromptMethod):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        if not self._learns_prompts(brief):
+        if len(brief.classes) == 1:  # no loss could train its prompt
             return
         for name, bank in (("prompts", self.prompts), ("keys", self.keys)):
             if not len(bank):
@@ -74,25 +66,20 @@ class L2P(PromptMethod):
             bank.reopen()  # the pool trains in every task
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        return self._select(queries)[0]
+        return self.training_prefixes(queries)[0]
 
     def training_prefixes(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
         """The key loss: the sum of 1 - cos(q, k) over the keys an image selected (eq. 5)."""
-        prefixes, similarity = self._select(queries)
-        return prefixes, self.config.key_weight * (1 - similarity).sum(dim=(0, 2))
-
-    def _select(self, queries: Tensor) -> tuple[Prefixes, Tensor]:
-        """Prefixes, and the similarity of each image to its selected keys, blocks x B x top."""
-        prompts = self.prompts.rows
         if not len(self.prompts):
-            return {}, queries.new_zeros(len(prompts), len(queries), 0)
+            return {}, queries.new_zeros(len(queries))
         nearest = cosines(queries, self.keys.rows).topk(self.config.top, dim=-1)  # eq. 3
         prefixes = {}
-        for position, block in enumerate(self.blocks):
-            selected = prompts[position][nearest.indices[position]]  # B x top x L x D
-            keys, values = split_prompts(selected)
+        for block, rows, selected in zip(
+            self.blocks, self.prompts.rows, nearest.indices, strict=True
+        ):
+            keys, values = rows[selected].chunk(2, dim=2)  # each B x top x L/2 x D
             prefixes[block] = (keys.flatten(1, 2), values.flatten(1, 2))  # eq. 2
-        return prefixes, nearest.values
+        return prefixes, self.config.key_weight * (1 - nearest.values).sum(dim=(0, 2))
 
     def _is_consistent(self) -> bool:
         sizes = {len(self.prompts), len(self.keys)}

@@ -26,6 +26,7 @@ class LearningWithoutForgetting(WholeNetwork):
     """
 
     variants = MappingProxyType({"lwf-mc": {}})
+    learns_lone_class = True  # sigmoid outputs
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
@@ -50,10 +51,6 @@ class LearningWithoutForgetting(WholeNetwork):
             targets[:, list(self.task_rows)] = 0
         targets.scatter_(1, labels[:, None], 1)
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
-
-    def _lone_new_class(self, rows: tuple[int, ...]) -> bool:
-        """Return False: sigmoid outputs can be trained on a single class."""
-        return False
 
 
 class Teacher(nn.Module):

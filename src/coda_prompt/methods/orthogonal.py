@@ -16,22 +16,22 @@ def orthonormal_rows(older: Tensor, count: int, generator: torch.Generator) -> T
     the space are random unit vectors.
 
     Args:
-        older: Existing rows, blocks x rows x dimensions.
+        older: Existing rows, blocks x rows x ...
         count: Number of new rows per block.
         generator: Source of the random rows, on the CPU.
     """
-    blocks, rows, dimensions = older.shape
     # On the CPU, because not every accelerator supports float64 (meta tensors have no values).
-    existing = older if older.is_meta else older.cpu()
+    existing = (older if older.is_meta else older.cpu()).flatten(2)
+    blocks, rows, dimensions = existing.shape
     random = torch.randn(blocks, count, dimensions, generator=generator)
     random = random.to(existing.device, torch.float64)
     free = max(0, min(count, dimensions - rows))  # dimensions left for new orthogonal rows
-    excess = F.normalize(random[:, free:], dim=-1)
-    if not free:
-        return excess.to(older)
-    columns = torch.cat([existing.double(), random[:, :free]], dim=1).mT  # blocks x D x rows
-    basis = torch.linalg.qr(columns).Q[:, :, rows:].mT  # blocks x free x D
-    return torch.cat([basis, excess], dim=1).to(older)
+    new = F.normalize(random[:, free:], dim=-1)
+    if free:
+        columns = torch.cat([existing.double(), random[:, :free]], dim=1).mT  # blocks x D x rows
+        basis = torch.linalg.qr(columns).Q[:, :, rows:].mT  # blocks x free x D
+        new = torch.cat([basis, new], dim=1)
+    return new.to(older).unflatten(2, older.shape[2:])
 
 
 def uniform_rows(like: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -6,7 +6,6 @@ Chaudhry et al., On Tiny Episodic Memories in Continual Learning, https://arxiv.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -35,7 +34,7 @@ class ExperienceReplay(WholeNetwork):
     task; a class retains the images with the smallest, a uniform sample of all its images.
     """
 
-    Config: ClassVar[type[MethodConfig]] = ReplayConfig
+    Config = ReplayConfig
     variants = MappingProxyType({"er-5000": {}})
     keeps_images = True
     config: ReplayConfig

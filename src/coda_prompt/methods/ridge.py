@@ -19,7 +19,7 @@ from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import Method, MethodConfig, TaskBrief, full_precision
 from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import ViT
-from coda_prompt.seeding import keyed_generator, keyed_seed
+from coda_prompt.seeding import keyed_generator
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RidgeClassifier(Method):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        seed = keyed_seed(brief.seed, "projection") % 2**32
+        seed = keyed_generator(brief.seed, "projection").initial_seed() % 2**32
         self.statistics.grow(self.classes_seen, seed)
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:

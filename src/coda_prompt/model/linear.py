@@ -20,21 +20,18 @@ _PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 class Linear(nn.Linear):
     """`nn.Linear` that uses oneDNN while its weights are frozen."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return linear(inputs, self.weight, self.bias)
-
-    def with_gelu(self, inputs: Tensor) -> Tensor:
-        """Apply the layer, then GELU; fused if no gradient is needed."""
-        if torch.is_grad_enabled() or not _supports_onednn(inputs, self.weight, self.bias):
-            return F.gelu(self(inputs))
-        return _PRODUCT(inputs, self.weight, self.bias, "gelu", [], "none")
-
-
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute `F.linear`, with oneDNN where it is supported."""
-    if not _supports_onednn(inputs, weight, bias):
-        return F.linear(inputs, weight, bias)
-    return _FrozenLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+    def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
+        """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
+        weight, bias = (
+            (self.weight, self.bias) if rows is None else (self.weight[rows], self.bias[rows])
+        )
+        if not _supports_onednn(inputs, weight, bias):
+            outputs = F.linear(inputs, weight, bias)
+        elif gelu and not torch.is_grad_enabled():
+            return _PRODUCT(inputs, weight, bias, "gelu", [], "none")
+        else:
+            outputs = _FrozenLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+        return F.gelu(outputs) if gelu else outputs
 
 
 class _FrozenLinear(torch.autograd.Function):

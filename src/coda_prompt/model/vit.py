@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from coda_prompt.model.linear import Linear, linear
+from coda_prompt.model.linear import Linear
 
 Prefix = tuple[Tensor, Tensor]
 """Keys and values, each batch x rows x width (a batch of 1 serves every image)."""
@@ -149,25 +149,6 @@ class Attention(nn.Module):
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
 
-    def project(
-        self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (of the class token alone in the last block), keys and values."""
-        if class_only:
-            width = tokens.shape[-1]
-            weight, bias = self.qkv.weight, self.qkv.bias
-            query = linear(tokens[:, :1], weight[:width], bias[:width])
-            key, value = linear(tokens, weight[width:], bias[width:]).chunk(2, dim=-1)
-        else:
-            query, key, value = self.qkv(tokens).chunk(3, dim=-1)
-        if "q" in edits.deltas:
-            query = query + edits.deltas["q"](tokens[:, :1] if class_only else tokens)
-        if "k" in edits.deltas:
-            key = key + edits.deltas["k"](tokens)
-        if "v" in edits.deltas:
-            value = value + edits.deltas["v"](tokens)
-        return query, key, value
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None) -> Tensor:
         """Attend. A prefix comes after the projection, as in the released code of DualPrompt and
         CODA-Prompt; eq. 2 of the paper has it before."""
@@ -176,13 +157,11 @@ class Attention(nn.Module):
                 torch.cat([rows.expand(key.shape[0], -1, -1).to(own.dtype), own], dim=1)
                 for rows, own in zip(prefix, (key, value), strict=True)
             )
-        attended = F.scaled_dot_product_attention(
-            self._by_head(query), self._by_head(key), self._by_head(value)
+        by_head = (  # B x heads x tokens x D/h
+            rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in (query, key, value)
         )
+        attended = F.scaled_dot_product_attention(*by_head)
         return self.proj(attended.transpose(1, 2).flatten(2))
-
-    def _by_head(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B x heads x tokens x D/h
 
 
 class MLP(nn.Module):
@@ -193,15 +172,16 @@ class MLP(nn.Module):
         self.fc2 = Linear(hidden, width)
 
     def forward(self, tokens: Tensor, edits: BlockEdits = NO_EDITS) -> Tensor:
-        if "fc1" in edits.deltas or self.quick_gelu:
+        deltas = edits.deltas
+        if "fc1" in deltas or self.quick_gelu:
             hidden = self.fc1(tokens)
-            if "fc1" in edits.deltas:
-                hidden = hidden + edits.deltas["fc1"](tokens)
+            if "fc1" in deltas:
+                hidden = hidden + deltas["fc1"](tokens)
             hidden = hidden * torch.sigmoid(1.702 * hidden) if self.quick_gelu else F.gelu(hidden)
         else:
-            hidden = self.fc1.with_gelu(tokens)
+            hidden = self.fc1(tokens, gelu=True)
         outputs: Tensor = self.fc2(hidden)
-        return outputs + edits.deltas["fc2"](hidden) if "fc2" in edits.deltas else outputs
+        return outputs + deltas["fc2"](hidden) if "fc2" in deltas else outputs
 
 
 class Block(nn.Module):
@@ -220,15 +200,26 @@ class Block(nn.Module):
     def project(
         self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS
     ) -> tuple[Tensor, Tensor, Tensor]:
-        normed = self.norm1(tokens)
+        """Queries (of the class token alone in the last block), keys and values."""
+        tokens = self.norm1(tokens)
         if edits.tap is not None:
-            edits.tap(normed)
-        query, key, value = self.attn.project(normed, class_only, edits)
+            edits.tap(tokens)
+        queried = tokens[:, :1] if class_only else tokens
+        if class_only:
+            width = tokens.shape[-1]
+            query = self.attn.qkv(queried, slice(width))
+            key, value = self.attn.qkv(tokens, slice(width, None)).chunk(2, dim=-1)
+        else:
+            query, key, value = self.attn.qkv(tokens).chunk(3, dim=-1)
+        if "q" in edits.deltas:
+            query = query + edits.deltas["q"](queried)
+        if "k" in edits.deltas:
+            key = key + edits.deltas["k"](tokens)
+        if "v" in edits.deltas:
+            value = value + edits.deltas["v"](tokens)
         if self.config.rotary:
-            query, key = (
-                query if class_only else rotate(query, self.config),
-                rotate(key, self.config),
-            )
+            query = query if class_only else rotate(query, self.config)
+            key = rotate(key, self.config)
         return query, key, value
 
     def forward(
@@ -341,8 +332,14 @@ class ViT(nn.Module):
             projected = None
         return tokens
 
-    def open(self, images: Tensor, block: int = 0) -> Opening:
-        """Run images without edits up to the projections of a block."""
+    @torch.no_grad()
+    def open(self, images: Images, block: int = 0) -> Opening:
+        """Run images without edits and gradients up to the projections of a block.
+
+        An opening is returned as it is.
+        """
+        if isinstance(images, Opening):
+            return images
         tokens = self.run(self.embed(images), range(block))
         first: Block = self.blocks[block]  # type: ignore[assignment]
         projected = first.project(tokens, class_only=block == len(self.blocks) - 1)

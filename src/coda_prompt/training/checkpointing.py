@@ -27,7 +27,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from coda_prompt.errors import CorruptFile, Interrupted
+from coda_prompt.errors import CorruptFile
 from coda_prompt.methods import Method
 from coda_prompt.methods.bank import upgrade_format1, upgrade_training_format1
 from coda_prompt.storage.files import FileSchema, write_atomically
@@ -110,7 +110,6 @@ class Checkpointer:
         *,
         interval: float = 60.0,
         writes: bool = True,
-        stop: Callable[[], bool] = lambda: False,
         notes: Callable[[], dict[str, Any]] = dict,
         on_checkpoint: Callable[[], object] = lambda: None,
     ) -> None:
@@ -120,7 +119,6 @@ class Checkpointer:
             identity: JSON that determines the result, compared when resuming.
             interval: Seconds between two checkpoints within an epoch.
             writes: True on the one rank that writes; all ranks resume from its files.
-            stop: Whether a shutdown was requested.
             notes: The caller's own data to store with each checkpoint.
             on_checkpoint: Called after each checkpoint.
         """
@@ -128,7 +126,7 @@ class Checkpointer:
             raise CorruptFile(folder, "is a symbolic link", "Remove it.")
         self.folder, self.identity, self.interval = folder, identity, interval
         self.writes = writes
-        self._stop, self._notes, self._on_checkpoint = stop, notes, on_checkpoint
+        self._notes, self._on_checkpoint = notes, on_checkpoint
         self._learned: list[FileRecord] = []
         self._on_disk: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and hash of each growing tensor as the files have it."""
@@ -218,25 +216,13 @@ class Checkpointer:
         self._write_checkpoint(TrainingPosition(task + 1), None)
 
     def save_after_step(
-        self,
-        method: Method,
-        optimizer: Optimizer,
-        position: TrainingPosition,
-        *,
-        stopping: bool = False,
+        self, method: Method, optimizer: Optimizer, position: TrainingPosition, *, now: bool = False
     ) -> None:
-        """Save within a task if the interval has passed, an epoch ended or training is `stopping`.
-
-        Raises:
-            Interrupted: A shutdown was requested; the step is saved.
-        """
-        stop = stopping or self._stop()
-        due = stop or position.step == 0 or time.monotonic() - self._last_save >= self.interval
+        """Save within a task if an epoch has ended, the interval has passed, or `now`."""
+        due = now or position.step == 0 or time.monotonic() - self._last_save >= self.interval
         if due and self.writes:
             tensors = _training_tensors(method, optimizer, position.stage)
             self._write_checkpoint(position, self._write_tensors(TRAINING, tensors, []))
-        if stop:
-            raise Interrupted
 
     def remove(self) -> None:
         """Delete all checkpoints once the training is finished."""
@@ -398,30 +384,25 @@ def _load_optimizer(
 ) -> None:
     names = {id(parameter): name for name, parameter in _trainable(method).items()}
     state = optimizer.state_dict()
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for index, parameter in enumerate(parameters):
+    parameters = [(each, group) for group in optimizer.param_groups for each in group["params"]]
+    for index, (parameter, group) in enumerate(parameters):
         name = names[id(parameter)]
         prefix = f"optimizer.{name}."
-        saved = {
-            key.removeprefix(prefix): value
-            for key, value in tensors.items()
-            if key.startswith(prefix)
-        }
-        if saved and not _fits_optimizer(saved, parameter, optimizer):
-            raise CorruptFile(path, f"its optimizer state does not fit the parameter '{name}'")
+        saved = {key[len(prefix) :]: tensors[key] for key in tensors if key.startswith(prefix)}
         if saved:
+            if not _fits_optimizer(saved, parameter, type(optimizer), group):
+                raise CorruptFile(path, f"its optimizer state does not fit the parameter '{name}'")
             state["state"][index] = saved
     optimizer.load_state_dict(state)
 
 
 def _fits_optimizer(
-    saved: Mapping[str, Tensor], parameter: nn.Parameter, optimizer: Optimizer
+    saved: Mapping[str, Tensor], parameter: nn.Parameter, kind: Any, group: dict[str, Any]
 ) -> bool:
     """Whether this is what the optimizer stores for a parameter: counters and tensors like it."""
-    group = next(each for each in optimizer.param_groups if _contains(each["params"], parameter))
     probe = nn.Parameter(torch.zeros(1, device=parameter.device))
     probe.grad = torch.zeros_like(probe)
-    twin = type(optimizer)([{**group, "params": [probe]}])  # type: ignore[call-arg]
+    twin = kind([{**group, "params": [probe]}])
     twin.step()
     expected = {key: value for key, value in twin.state[probe].items() if value is not None}
     if saved.keys() != expected.keys():
@@ -433,10 +414,6 @@ def _fits_optimizer(
         elif not _matches(value, parameter):
             return False
     return True
-
-
-def _contains(parameters: list[nn.Parameter], wanted: nn.Parameter) -> bool:
-    return any(parameter is wanted for parameter in parameters)
 
 
 def _trainable(method: Method) -> dict[str, nn.Parameter]:

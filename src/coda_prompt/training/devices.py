@@ -252,8 +252,6 @@ def any_rank(fabric: Fabric, flag: Callable[[], bool]) -> Callable[[], bool]:
 
     All ranks have to ask at the same point.
     """
-    if fabric.world_size == 1:
-        return flag
 
     def reduced() -> bool:
         count = torch.tensor(float(flag()), device=fabric.device)

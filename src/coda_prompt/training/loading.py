@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -44,10 +44,6 @@ class Epoch:
     views: int | None = None
     """Number of augmented views per image. None: a new view every epoch."""
 
-    @property
-    def view(self) -> int:
-        return self.epoch % self.views if self.views else self.epoch
-
 
 TEST_VIEW, PLAIN_VIEW = -1, -2
 """View numbers of evaluation images and of un-augmented training images."""
@@ -65,9 +61,6 @@ class Batch(NamedTuple):
     """View of all images: `TEST_VIEW`, `PLAIN_VIEW`, the number of a recurring training view, or
     None for a view that does not recur."""
 
-    def part(self, rows: slice) -> Batch:
-        return Batch(self.images[rows], self.labels[rows], self.positions[rows], self.view)
-
 
 class _ReadError(NamedTuple):
     """Sent by a worker for an unreadable image: its exception cannot be re-raised intact."""
@@ -75,51 +68,39 @@ class _ReadError(NamedTuple):
     message: str
 
 
-class _ViewDataset(Dataset[Any]):
-    def __init__(self, samples: Samples, views: Views, epoch: Epoch | None) -> None:
-        self.samples, self.views, self.epoch = samples, views, epoch
-        self.augmented = epoch is not None and views.augmentation is not None
-        self.min_side = required_min_side(
-            views.preprocessing, views.augmentation if self.augmented else None
-        )
+@dataclass(frozen=True)
+class _BatchReader(Dataset[Any]):
+    """Reads the images at a list of positions as one batch."""
 
-    @property
-    def view(self) -> int | None:
-        if self.epoch is None:
-            return TEST_VIEW
-        if not self.augmented:
-            return PLAIN_VIEW
-        return self.epoch.view if self.epoch.views else None
+    samples: Samples
+    views: Views
+    augmentation: Augmentation | None
+    view_key: tuple[int, int, int]
+    """Seed, task and number of the augmented view."""
+    view: int | None
+    dtype: torch.dtype
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, position: int) -> tuple[Tensor, int, int] | _ReadError:
-        views, epoch = self.views, self.epoch
+    def __getitem__(self, positions: list[int]) -> Batch | _ReadError:
+        preprocessing, images = self.views.preprocessing, []
+        min_side = required_min_side(preprocessing, self.augmentation)
         try:
-            image = self.samples.image(position, self.min_side)
+            for position in positions:
+                image = self.samples.image(position, min_side)
+                if self.augmentation is None:
+                    images.append(eval_view(image, preprocessing, self.views.resize))
+                else:
+                    random = view_generator(*self.view_key, position)
+                    images.append(training_view(image, preprocessing, self.augmentation, random))
         except CodaError as error:
             if get_worker_info() is None:
                 raise
             return _ReadError(str(error))
-        if epoch is None or views.augmentation is None:
-            view = eval_view(image, views.preprocessing, views.resize)
-        else:
-            random = view_generator(epoch.seed, epoch.task, epoch.view, position)
-            view = training_view(image, views.preprocessing, views.augmentation, random)
-        return view, int(self.samples.labels[position]), position
-
-    def collate(self, items: Sequence[tuple[Tensor, int, int] | _ReadError]) -> Batch | _ReadError:
-        if errors := [item for item in items if isinstance(item, _ReadError)]:
-            return errors[0]
-        if not items:  # a batch smaller than the number of processes
-            preprocessing = self.views.preprocessing
-            size = preprocessing.size
-            no_images = torch.zeros(0, preprocessing.channels, size, size)
-            no_labels = torch.zeros(0, dtype=torch.int64)
-            return Batch(no_images, no_labels, no_labels, self.view)
-        images, labels, positions = zip(*items, strict=True)
-        return Batch(torch.stack(images), torch.tensor(labels), torch.tensor(positions), self.view)
+        if not images:  # the batch is smaller than the number of processes
+            empty = torch.zeros(0, preprocessing.channels, preprocessing.size, preprocessing.size)
+        stacked = torch.stack(images) if images else empty
+        labels = torch.tensor(self.samples.labels[positions], dtype=torch.int64)
+        rows = torch.tensor(positions, dtype=torch.int64)
+        return Batch(stacked.to(self.dtype), labels, rows, self.view)
 
 
 def batches(
@@ -129,6 +110,7 @@ def batches(
     *,
     epoch: Epoch | None = None,
     workers: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Batch]:
     """Yield one batch for each list of positions in `order`.
 
@@ -138,16 +120,23 @@ def batches(
         order: Positions of the images of each batch.
         epoch: Seeds the augmentation; None for evaluation views.
         workers: Number of processes that decode images; 0 decodes in this process.
+        dtype: Of the images.
 
     Raises:
         CodaError: An image cannot be read.
         ProcessDied: A worker died.
     """
-    dataset = _ViewDataset(samples, views, epoch)
+    if epoch is None or views.augmentation is None:
+        view: int | None = TEST_VIEW if epoch is None else PLAIN_VIEW
+        reader = _BatchReader(samples, views, None, (0, 0, 0), view, dtype)
+    else:
+        number = epoch.epoch % epoch.views if epoch.views else epoch.epoch
+        key, view = (epoch.seed, epoch.task, number), number if epoch.views else None
+        reader = _BatchReader(samples, views, views.augmentation, key, view, dtype)
     loader: DataLoader[Batch | _ReadError] = DataLoader(
-        dataset,
-        batch_sampler=order,
-        collate_fn=dataset.collate,
+        reader,
+        batch_size=None,
+        sampler=order,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         generator=keyed_generator(0, "workers"),

@@ -1,0 +1,196 @@
+"""Passes over images without training: evaluation, logits, features and queries.
+
+Each process computes its share of the images; every process gets all results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from coda_prompt.data.stream import Samples
+from coda_prompt.errors import BadOption, Interrupted, NotLearned
+from coda_prompt.methods import Method
+from coda_prompt.model.vit import Images
+from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
+from coda_prompt.training.loading import Batch, Views, batches
+from coda_prompt.training.queries import Queries
+from coda_prompt.training.settings import Event, Training
+
+PRECISIONS = get_args(Precision)
+
+
+class Passes:
+    """Runs methods over images.
+
+    A method and its backbone are moved to Fabric's device and stay there, in float64 if the
+    precision is `64-true` and in float32 otherwise: mixed precisions do not change weights.
+
+    Args:
+        views: How images become tensors.
+        training: Training settings.
+        fabric: Devices and precision; the default is one process on the best device.
+        on_event: Called with every `Event`, for progress and logs.
+        should_stop: Polled between steps and batches; once true on any process, `Interrupted` is
+            raised on all of them, after a checkpoint if there is a checkpointer.
+    """
+
+    def __init__(
+        self,
+        views: Views,
+        training: Training | None = None,
+        *,
+        fabric: Fabric | None = None,
+        on_event: Callable[[Event], object] = lambda event: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.views = views
+        self.training = training or Training()
+        self.fabric = fabric or Devices().fabric()
+        self.precision = str(self.fabric.strategy.precision.precision)
+        if self.precision not in PRECISIONS:
+            problem = f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}"
+            raise BadOption("the engine", "precision", problem)
+        self.dtype = torch.float64 if self.precision == "64-true" else torch.float32
+        self.on_event, self.should_stop = on_event, should_stop
+        if self.fabric.world_size > 1:
+            self.should_stop = any_rank(self.fabric, should_stop)
+        memory = self.training.query_memory * 2**20
+        self.queries = Queries(self.training.queries, memory, self._query_table, self._in_any)
+
+    def evaluate(
+        self, method: Method, samples: Samples, classes: Iterable[int]
+    ) -> tuple[float, float]:
+        """Compute the accuracy over all classes seen, and among `classes` only.
+
+        Returns:
+            Both accuracies; NaN without images.
+        """
+        rows = sorted(classes)
+        unknown = [row for row in rows if row >= method.classes_seen]
+        if unknown:
+            raise NotLearned(unknown, [], method.name)
+        self._place(method)
+        method.eval()
+        correct = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
+        task_rows = torch.tensor(rows, device=self.fabric.device)
+        for batch in self._pass_over(samples):
+            with torch.inference_mode(), self.fabric.autocast():
+                logits = method.logits(*self.queries.see(method, batch, samples))
+                correct[0] += (logits.argmax(dim=1) == batch.labels).sum()
+                restricted = task_rows[logits[:, task_rows].argmax(dim=1)]
+                correct[1] += (restricted == batch.labels).sum()
+        correct_overall, correct_restricted = self._reduced(correct, "sum").tolist()
+        if not len(samples):
+            return math.nan, math.nan
+        return correct_overall / len(samples), correct_restricted / len(samples)
+
+    def logits(self, method: Method, samples: Samples) -> Tensor:
+        """Compute the logits of all samples in order, N x classes seen."""
+        self._place(method)
+        method.eval()
+        return self._table(samples, method.logits, method)
+
+    def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
+        table = self._table(samples, method.features, method)
+        labels = torch.from_numpy(np.asarray(samples.labels)).to(table.device)
+        rows = torch.searchsorted(torch.tensor(classes, device=table.device), labels)
+        sums = table.new_zeros(len(classes), table.shape[1]).index_add(0, rows, table)
+        counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
+        return sums / counts[:, None]
+
+    def _features_and_queries(
+        self, method: Method, samples: Samples
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the features of all samples, and their queries if the method needs them."""
+        if method.closed_form or not method.needs_queries:
+            features = self._table(samples, method.features, method)
+            return features, features if method.closed_form else None
+
+        def both(images: Images, queries: Tensor | None) -> Tensor:
+            assert queries is not None
+            return torch.cat([method.features(images, queries), queries], dim=1)
+
+        table = self._table(samples, both, method)
+        features, queries = table.split(method.vit_config.width, dim=1)
+        return features.contiguous(), queries.contiguous()
+
+    def _query_table(self, method: Method, samples: Samples) -> Tensor:
+        return self._table(samples, lambda images, queries: method.queries(images))
+
+    @torch.inference_mode(False)  # a table made in evaluation may be used in training
+    @torch.no_grad()
+    def _table(
+        self,
+        samples: Samples,
+        compute: Callable[[Images, Tensor | None], Tensor],
+        method: Method | None = None,
+    ) -> Tensor:
+        """Compute one row per un-augmented sample, in order, from its image and its query.
+
+        Without a method, no query is passed.
+        """
+        parts, positions, done = [], [], 0
+        for batch in self._pass_over(samples):
+            with self.fabric.autocast():
+                seen: tuple[Images, Tensor | None] = (batch.images, None)
+                if method is not None:
+                    seen = self.queries.see(method, batch, samples)
+                parts.append(compute(*seen))
+            positions.append(batch.positions)
+            done += len(batch.positions) * self.fabric.world_size
+            self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
+        rows = torch.cat(parts)  # of this process
+        table = rows.new_zeros(len(samples), rows.shape[1])
+        table[torch.cat(positions)] = rows
+        return self._reduced(table, "sum")
+
+    def _pass_over(self, samples: Samples) -> Iterator[Batch]:
+        """Yield this process's share of all samples, un-augmented.
+
+        All processes get the same number of batches, some of them empty: with a sharded backbone
+        they communicate in every batch.
+        """
+        processes = self.fabric.world_size
+        share = range(self.fabric.global_rank, len(samples), processes)
+        size = self.training.micro_batch or self.training.batch_size
+        starts = range(0, max(1, math.ceil(len(samples) / processes)), size)
+        order = [list(share[first : first + size]) for first in starts]
+        workers = self.training.workers
+        for batch in batches(samples, self.views, order, workers=workers, dtype=self.dtype):
+            if self.should_stop():
+                raise Interrupted
+            yield self.fabric.to_device(batch)
+
+    def _reduced(self, tensor: Tensor, operation: str) -> Tensor:
+        """Return the sum or mean over processes."""
+        reduced = self.fabric.all_reduce(tensor, reduce_op=operation)
+        assert isinstance(reduced, Tensor)
+        return reduced
+
+    def _in_any(self, condition: bool) -> bool:
+        """Whether the condition is true in any process that must run the same passes."""
+        if not isinstance(self.fabric.strategy, Sharded):
+            return condition
+        return any_rank(self.fabric, lambda: condition)()
+
+    def _place(self, method: Method) -> None:
+        """Move the method to the device, after checking that the preprocessing fits it."""
+        config, preprocessing = method.vit_config, self.views.preprocessing
+        size, channels = preprocessing.size, preprocessing.channels
+        if (config.image_size, config.channels) != (size, channels):
+            raise BadOption(
+                "the views",
+                "pixels",
+                f"{size} px x {channels} channels do not fit the backbone, which "
+                f"takes {config.image_size} px x {config.channels}",
+            )
+        method.to(self.fabric.device, self.dtype)
+        if isinstance(self.fabric.strategy, Replicated):
+            self.fabric.strategy.prepare(method)
