@@ -335,7 +335,7 @@ def test_classes_without_images_are_not_learned(monkeypatch: pytest.MonkeyPatch)
     classifier = ContinualClassifier(method="ncm")
     assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
     named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
-    monkeypatch.setattr(resolve, "_open_labelled", lambda *_: Labelled(named, ("a", "b", "c")))
+    monkeypatch.setattr(resolve, "_open_folder", lambda *_: Labelled(named, ("a", "b", "c")))
     found = labelled("anything")
     assert found.names == ("c",)
     assert found.split.labels.tolist() == [0] * 4
