@@ -14,15 +14,16 @@ import torch
 from drawings import NAMES, drawings
 from PIL import Image
 from safetensors.torch import save_file
-from small import coda
+from small import TINY, coda, tiny_vit
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
 from coda_prompt.learner import advice, store
-from coda_prompt.model.catalog import CATALOG, is_embedded, load_backbone
+from coda_prompt.model.catalog import CATALOG, is_embedded, load_backbone, write_weights
 from coda_prompt.model.vit import ViT
+from coda_prompt.preprocessing import Preprocessing
 
 PLAIN = pocket_source(0.0)
 PHOTO = pytest.mark.skipif(not is_embedded("photo"), reason="the photo backbone is not built yet")
@@ -281,3 +282,19 @@ def test_normalisation_of_a_file_stays_as_recorded(
         rewritten(**pixels)
         with pytest.raises(store.CorruptFile, match="preprocessing"):
             ContinualClassifier.load(model)
+
+
+@pytest.mark.parametrize("change", [{"rotary": True, "registers": 2}, {"pre_norm": True}])
+def test_prompts_are_learned_on_rotary_and_pre_norm_backbones(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    vit = tiny_vit(config=dataclasses.replace(TINY, **change))
+    write_weights(tmp_path / "own.safetensors", vit, Preprocessing(16, 1, (0.5,), (0.5,)))
+    classifier = ContinualClassifier(
+        str(tmp_path / "own.safetensors"), "coda-p", device="cpu", epochs=1
+    )
+    images, names = drawings(range(2), 6)
+    classifier.learn(images, names)
+    classifier.save(tmp_path / "model")
+    again = ContinualClassifier.load(tmp_path / "model", device="cpu")
+    assert np.array_equal(again.predict_proba(images), classifier.predict_proba(images))
