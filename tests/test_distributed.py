@@ -26,6 +26,7 @@ NAMES = [
     "er-5000",
     "ncm",
     "ranpac",
+    "slda",
     "coda-p-ranpac",
 ]
 TRAINED = [name for name in NAMES if not METHODS[name].type.fits]

@@ -39,7 +39,7 @@ OF_THE_PAPER = {
 
 
 def test_registry_has_every_method_of_the_paper_and_two_baselines() -> None:
-    assert set(methods.METHODS) == OF_THE_PAPER | {"ncm", "ranpac", "coda-p-ranpac"}
+    assert set(methods.METHODS) == OF_THE_PAPER | {"ncm", "ranpac", "slda", "coda-p-ranpac"}
 
 
 @pytest.mark.parametrize(
@@ -331,6 +331,73 @@ def test_nearest_class_mean_is_the_cosine_to_the_mean_of_all_images_so_far() -> 
     mean = queries[2:].mean(dim=0)
     expected = torch.nn.functional.cosine_similarity(queries[0], mean, dim=0)
     torch.testing.assert_close(method.scores(queries[:1])[0, 1], expected)
+
+
+def test_slda_is_the_gaussian_with_shared_covariance_of_all_images_so_far() -> None:
+    method = methods.make("slda", tiny_vit(), shrinkage=0.1, normalize=False)
+    features = torch.randn(60, 32, generator=torch.Generator().manual_seed(0)).double() + 5
+    labels = torch.tensor([0, 1] * 15 + [2, 3, 1] * 10)
+    for part in (slice(0, 30), slice(30, 60)):
+        known = (1,) if part.start else ()
+        method.begin_task(brief(method, new=2, known=known))
+        method.fit(features[part].float(), None, labels[part])
+        method.end_task()
+
+    means, scatter = [], torch.zeros(32, 32, dtype=torch.float64)
+    for label in range(4):
+        own = features[labels == label]
+        means.append(own.mean(dim=0))
+        for row in own:
+            scatter += torch.outer(row - means[label], row - means[label])
+    covariance = scatter / (60 - 4)
+    shrunk = 0.9 * covariance + 0.1 * covariance.diagonal().mean() * torch.eye(32).double()
+    gaussians = [torch.distributions.MultivariateNormal(mean, shrunk) for mean in means]
+    expected = torch.stack([gaussian.log_prob(features) for gaussian in gaussians], dim=1)
+    scores = method.scores(features.float()).double()
+    torch.testing.assert_close(
+        scores - scores.mean(dim=1, keepdim=True),
+        expected - expected.mean(dim=1, keepdim=True),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+
+
+def test_slda_of_one_image_per_class_is_the_nearest_class_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, others = torch.randn(2, 30, 32, generator=generator)
+    both = [methods.make(name, tiny_vit()) for name in ("slda", "ncm")]
+    for method in both:
+        method.begin_task(brief(method, new=30))
+        method.fit(queries, None, torch.arange(30))
+    answers = [method.scores(others).argmax(dim=1) for method in both]
+    assert torch.equal(*answers)
+    assert torch.equal(both[0].scores(queries).argmax(dim=1), torch.arange(30))
+
+
+def test_slda_shrinks_less_with_more_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(32, 32, generator=generator)
+    smallest = []
+    for images in (8, 80, 800):
+        method = methods.make("slda", tiny_vit())
+        method.begin_task(brief(method, new=2))
+        features = torch.randn(images, 32, generator=generator) @ mixing
+        method.fit(features, None, torch.arange(images) % 2)
+        eigenvalues = torch.linalg.eigvalsh(method._shrunk_covariance())
+        smallest.append(float(eigenvalues[0] / eigenvalues.mean()))
+    assert smallest == sorted(smallest, reverse=True)
+
+
+def test_slda_keeps_its_sums_in_double_precision_when_it_is_moved() -> None:
+    method = methods.make("slda", tiny_vit()).to("cpu", torch.float32)
+    assert method.moments.total.dtype == torch.float64
+    method.begin_task(brief(method, new=2))
+    method.fit(torch.randn(10, 32), None, torch.arange(10) % 2)
+    method.end_task()
+    copy = methods.make("slda", tiny_vit())
+    copy.load_learned_state(method.learned_state())
+    assert copy.moments.total.dtype == torch.float64
+    assert torch.equal(copy.moments.total, method.moments.total)
 
 
 def test_a_task_cannot_begin_inside_another() -> None:

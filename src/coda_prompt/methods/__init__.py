@@ -25,6 +25,7 @@ from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.lwf import LearningWithoutForgetting
 from coda_prompt.methods.options import make_config, option_meanings
 from coda_prompt.methods.replay import ExperienceReplay
+from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
 
@@ -56,6 +57,7 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             CodaPrompt,
             NearestClassMean,
             RanPAC,
+            StreamingLDA,
             CodaRanPAC,
         )
         for name, options in method.variants.items()

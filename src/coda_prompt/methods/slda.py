@@ -1,0 +1,133 @@
+"""Streaming LDA: Gaussian classes with one shared covariance on frozen features.
+
+Hayes and Kanan, CVPR Workshops 2020, https://arxiv.org/abs/1909.01520. The published form has
+`shrinkage=1e-4, normalize=False`; the defaults also work with few images.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, full_precision
+from coda_prompt.methods.closedform import ClosedForm
+from coda_prompt.methods.options import STRICT
+from coda_prompt.model.vit import ViT
+
+
+@dataclass(frozen=True, config=STRICT)
+class StreamingLDAConfig(MethodConfig):
+    """Options of streaming LDA."""
+
+    shrinkage: float | None = Field(default=None, gt=0, le=1)
+    """Share of a multiple of the identity in the covariance. Default: the square root of the oracle
+    approximating shrinkage, which falls with the number of images."""
+    normalize: bool = True
+    """Scale features to unit length."""
+
+
+class FeatureMoments(nn.Module):
+    """Counts, sums and second moments of the features of all classes: additive, in float64.
+
+    They stay on the CPU in float64, whatever the model is moved to: the covariance is a small
+    difference of large sums, and not every accelerator has float64.
+    """
+
+    total: Tensor
+    """Sum of f f^T over all images, D x D."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.counts = Bank(dtype=torch.int64)
+        self.sums = Bank((width,), dtype=torch.float64)
+        self.register_buffer("total", torch.zeros(width, width, dtype=torch.float64))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FeatureMoments:
+        return self
+
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        features, labels = features.cpu().double(), labels.cpu()
+        counts, sums = self.counts.frozen, self.sums.frozen
+        self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
+        self.sums.frozen = sums.index_add(0, labels, features)
+        self.total = self.total + features.T @ features
+
+    def means(self) -> Tensor:
+        """Class means, C x D; zero for a class without images."""
+        return self.sums.frozen / self.counts.frozen.clamp(min=1)[:, None]
+
+    def covariance(self) -> tuple[Tensor, int]:
+        """The covariance within classes, D x D, and its degrees of freedom."""
+        freedom = int((self.counts.frozen - 1).clamp(min=0).sum())
+        scatter = self.total - self.means().T @ self.sums.frozen
+        return scatter / max(freedom, 1), freedom
+
+
+class StreamingLDA(ClosedForm):
+    """Streaming LDA: class means and one shared covariance of frozen features."""
+
+    Config = StreamingLDAConfig
+    variants = MappingProxyType({"slda": {}})
+    config: StreamingLDAConfig
+
+    def __init__(self, backbone: ViT, config: StreamingLDAConfig) -> None:
+        super().__init__(backbone, config)
+        width = backbone.config.width
+        self.moments = FeatureMoments(width)
+        self.weight, self.bias = Bank((width,)), Bank()
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        new, width = self.classes_seen - len(self.weight), self.vit_config.width
+        self.moments.counts.append(torch.zeros(new))
+        self.moments.sums.append(torch.zeros(new, width))
+        self.weight.append(torch.zeros(new, width))
+        self.bias.append(torch.zeros(new))
+
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        self.moments.add(self._scaled(features), labels)
+        means = self.moments.means()
+        precision = torch.linalg.inv(self._shrunk_covariance())
+        weight = means @ precision
+        bias = -(weight * means).sum(1) / 2
+        bias[self.moments.counts.frozen == 0] = -torch.inf
+        self.weight.frozen = weight.to(self.weight.frozen)
+        self.bias.frozen = bias.to(self.bias.frozen)
+
+    def scores(self, queries: Tensor) -> Tensor:
+        features = self._scaled(queries.to(self.weight.frozen.dtype))
+        with full_precision(queries.device):
+            return F.linear(features, self.weight.frozen, self.bias.frozen)
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        return F.normalize(features, dim=-1) if self.config.normalize else features
+
+    def _shrunk_covariance(self) -> Tensor:
+        """The covariance within classes, mixed with a multiple of the identity."""
+        covariance, freedom = self.moments.covariance()
+        width = len(covariance)
+        trace, squares = float(covariance.trace()), float(covariance.square().sum())
+        if trace <= 0:  # one image per class: nearest class mean
+            return torch.eye(width, dtype=covariance.dtype)
+        shrinkage = self.config.shrinkage
+        if shrinkage is None:  # Chen et al. 2010, https://arxiv.org/abs/0907.4698, eq. 23
+            numerator = (1 - 2 / width) * squares + trace**2
+            denominator = (freedom + 1 - 2 / width) * (squares - trace**2 / width)
+            shrinkage = min(1.0, numerator / denominator) ** 0.5 if denominator > 0 else 1.0
+        identity = torch.eye(width, dtype=covariance.dtype)
+        return (1 - shrinkage) * covariance + shrinkage * trace / width * identity
+
+    def parameter_count(self) -> ParameterCount:
+        return ParameterCount(0, self.weight.frozen.numel())
+
+    def _is_consistent(self) -> bool:
+        moments = self.moments
+        rows = {len(moments.counts), len(moments.sums), len(self.weight), len(self.bias)}
+        return super()._is_consistent() and rows == {self.classes_seen}
