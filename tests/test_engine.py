@@ -540,7 +540,7 @@ def test_replay_without_past_tasks_is_refused() -> None:
     method = methods.make("er-5000", tiny_vit())
     engine = Engine(PLAIN_VIEWS, Training(epochs=1))
     engine.learn(method, first)
-    with pytest.raises(BadOption, match="give all 1 of them"):
+    with pytest.raises(BadOption, match="give all 1 past tasks"):
         engine.learn(method, second)
 
 
