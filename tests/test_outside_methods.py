@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drawings import assert_same, drawings
@@ -135,8 +136,35 @@ def test_a_class_that_lacks_a_member_gets_one_message(
     )
     assert refused.returncode == 2
     assert "half.py:Half" in refused.stderr
+    assert refused.stderr.count("has no method") == 1
     assert "Traceback" not in refused.stderr
     assert not (tmp_path / "model").exists()
+
+
+def test_a_closed_form_needs_no_loss_and_a_trained_method_does() -> None:
+    class Fitted(methods.Method):
+        closed_form = True
+
+        def logits(self, images: object, queries: object = None) -> Any: ...
+        def features(self, images: object, queries: object) -> Any: ...
+
+    class Trained(Fitted):
+        closed_form = False
+
+    assert methods.contract_problem(Fitted) is None
+    assert "no method loss" in str(methods.contract_problem(Trained))
+
+
+def test_a_benchmark_with_a_changed_file_is_not_resumed(
+    tiny: Path, tmp_path: Path, method: str
+) -> None:
+    bench = ("bench", str(tiny), "--methods", "mine.py:Mine", "--trials", "1", "--out", "runs")
+    finished = coda(*bench, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    (tmp_path / "mine.py").write_text(MINE + "\n# changed")
+    refused = coda(*bench, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "method_file" in refused.stderr
 
 
 def test_example_of_the_guide_learns_a_stream(tmp_path: Path) -> None:

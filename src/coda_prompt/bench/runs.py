@@ -23,7 +23,15 @@ EXCLUDED_FIELDS = {
 }  # fmt: skip
 """Benchmark fields a run's configuration leaves out: it contains what they resolve to, or they do
 not affect its numbers."""
-ROW_FIELDS = {"method", "implementation", "options", "training", "sweep", "description"}
+ROW_FIELDS = {
+    "method",
+    "method_file",
+    "implementation",
+    "options",
+    "training",
+    "sweep",
+    "description",
+}
 """Configuration fields in which the rows of one table may differ."""
 
 
@@ -68,8 +76,10 @@ class Run:
         shared = self.benchmark.model_dump(mode="json", exclude=EXCLUDED_FIELDS)
         options = self.benchmark.method_config(self.method)
         training = self.benchmark.method_training(self.method, self.seed)
+        sha256 = self.benchmark.entry_of(self.method).sha256
         return {
             **shared,
+            **({} if sha256 is None else {"method_file": sha256}),
             "strength": STRENGTH if shared["strength"] is None else shared["strength"],
             "method": self.method,
             "implementation": self.benchmark.method_of(self.method),

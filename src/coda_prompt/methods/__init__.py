@@ -143,6 +143,8 @@ def contract_problem(method: type[Method]) -> str | None:
         if getattr(member, "__isabstractmethod__", False):
             summary = (inspect.getdoc(member) or "").split("\n")[0].rstrip(".")
             return f"its class has no method {name}{inspect.signature(member)} ({summary})"
+    if not method.closed_form and method.loss is Method.loss:
+        return "its class has no method loss(self, batch) (the parts of the loss of a batch)"
     if method.fits and method.fit is Method.fit:
         return "its class has `fits = True` and no method fit(self, features, queries, labels)"
     return None

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Loss, Method, MethodConfig, ParameterCount, TaskBrief, cosines
+from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
-from coda_prompt.methods.stages import TrainingBatch
 from coda_prompt.model.vit import Images, ViT
 
 
@@ -31,9 +30,6 @@ class ClosedForm(Method):
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.scores(self.queries(images) if queries is None else queries)
-
-    def loss(self, batch: TrainingBatch) -> Loss:
-        raise TypeError(f"{self.name} is fitted in closed form and has no loss")
 
     @abstractmethod
     def scores(self, queries: Tensor) -> Tensor:
