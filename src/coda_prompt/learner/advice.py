@@ -85,9 +85,10 @@ def _other_kind(samples: Sequence[Sample], backbone: str) -> list[str]:
     count, drawings = len(samples), sum(sample.drawing for sample in samples)
     name = backbone.partition("@")[0]
     if name == "pocket" and count - drawings > MIXED * count:
+        other = "photo" if is_embedded("photo") else "deit-tiny"
         return [
             f"{count - drawings} of {count} sampled images look like photographs, but 'pocket' was "
-            "trained on small sketches: for photographs make a model with --backbone photo, or "
+            f"trained on small sketches: for photographs make a model with --backbone {other}, or "
             "vit-b16-in21k"
         ]
     if name == "photo" and drawings > MIXED * count:
