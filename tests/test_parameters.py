@@ -18,13 +18,13 @@ STREAMS = {  # tasks, classes per task
     "domainnet-5": (5, 69),
     "imagenet-r-dual-shift": (5, 40),
 }
-PUBLISHED = {  # trainable parameters in % of the base ViT, results.yaml
+PUBLISHED = {  # trainable parameters in % of the base ViT, as the paper prints them
     "imagenet-r-5": [0.7, 9.6, 0.5, 0.7, 4.6],
     "imagenet-r-10": [0.7, 9.6, 0.8, 0.7, 4.6],
     "imagenet-r-20": [0.7, 9.6, 1.3, 0.7, 4.6],
     "cifar-100-10": [0.7, 9.5, 0.7, 0.6, 4.6],
     "domainnet-5": [0.9, 9.7, 0.6, 0.6, 4.8],
-    # The paper prints 0.8 for DualPrompt here; five tasks give 0.5 (SPEC 8).
+    # The paper prints 0.8 for DualPrompt here; five tasks give 0.5.
     "imagenet-r-dual-shift": [0.7, 9.6, 0.5, 0.7, 4.6],
 }
 NAMES = ["l2p++", "deep-l2p++", "dualprompt", "coda-p-s", "coda-p"]
