@@ -13,6 +13,7 @@ let newClasses = new Set(); // of the last lesson
 let learning = false;
 let predicting = false;
 let predictAgain = false;
+let newestImage = 0;
 
 // -- requests
 
@@ -126,7 +127,7 @@ async function predictDrawing() {
     do {
       predictAgain = false;
       if (!strokes.length) { showPrediction(null); continue; }
-      showPrediction((await predict([await renderSketch(strokes)])).predictions[0]);
+      await classify(renderSketch(strokes));
     } while (predictAgain);
     showError(null, predictDrawing);
   } catch (error) {
@@ -134,6 +135,13 @@ async function predictDrawing() {
   } finally {
     predicting = false;
   }
+}
+
+// Shows the answer, unless another image was to be classified in the meantime.
+async function classify(image) {
+  const number = ++newestImage;
+  const { predictions } = await predict([await image]);
+  if (number === newestImage) showPrediction(predictions[0]);
 }
 
 function predict(blobs) {
@@ -161,6 +169,7 @@ function showPrediction(prediction) {
 const predictFiles = showErrors(async (files) => {
   if (!files.length) return;
   strokes = [];
+  predictAgain = false;
   const image = await createImageBitmap(files[0]).catch(() => null);
   paint();
   if (image) {
@@ -168,7 +177,7 @@ const predictFiles = showErrors(async (files) => {
     const [width, height] = [image.width * scale, image.height * scale];
     canvasContext.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
   }
-  showPrediction((await predict([files[0]])).predictions[0]);
+  await classify(files[0]);
 }, predictDrawing);
 element("predict-file").onchange = (event) => { predictFiles([...event.target.files]); event.target.value = ""; };
 canvas.addEventListener("dragover", (event) => event.preventDefault());
