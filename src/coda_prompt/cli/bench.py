@@ -1,7 +1,7 @@
 """Commands that run benchmarks: bench, sweep, report."""
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,20 +27,17 @@ SAVED = "benchmark.json"
     "`coda bench pocket --set training.epochs=2 --set methods.coda-p.options.length=4`; "
     "`coda bench imagenet-r-10 --data DIR --set protocol=release-2023`"
 )
-@options.with_options(run=options.run_options)
+@options.with_options(overrides=options.override_options, run=options.run_options)
 def bench(
     benchmark: options.Benchmark,
     methods: options.Methods = None,
-    trials: options.Trials = None,
-    data: options.Data = None,
-    override: options.Set = None,
-    precision: options.Precision = None,
     validation: options.UseValidation = False,
     queries: options.Queries = None,
     views: options.Views = None,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
     *,
+    overrides: "list[config.Override]",
     run: "launcher.RunOptions",
 ) -> None:
     """Run a benchmark (every method, every trial) and print a table of the results.
@@ -52,7 +49,6 @@ def bench(
     from coda_prompt.bench.launcher import run_all
     from coda_prompt.bench.runs import runs_of
 
-    overrides = _overrides(data, override, trials, precision)
     if validation:
         overrides.append((("stream", "validation"), True))
     if views is not None:
@@ -82,19 +78,16 @@ def bench(
     "`coda sweep tuning --data DIR --methods coda-p`; "
     "`coda sweep training.learning_rate pocket --methods ft,ft++ --values 1e-4,1e-3,1e-2`"
 )
-@options.with_options(run=options.run_options)
+@options.with_options(overrides=options.override_options, run=options.run_options)
 def sweep(
     what: options.SweepField,
     benchmark: options.SweepBenchmark = None,
     methods: options.Methods = None,
     values: options.SweepValues = "",
-    trials: options.Trials = None,
-    data: options.Data = None,
-    override: options.Set = None,
-    precision: options.Precision = None,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
     *,
+    overrides: "list[config.Override]",
     run: "launcher.RunOptions",
 ) -> None:
     """Run a benchmark with one field at several values and plot accuracy against them.
@@ -105,7 +98,6 @@ def sweep(
     from coda_prompt.bench.launcher import run_all
     from coda_prompt.bench.sweep import load_sweep, sweep_runs
 
-    overrides = _overrides(data, override, trials, precision)
     resolved = load_sweep(what, benchmark, _split(methods or ""), values)
     runs = sweep_runs(resolved, overrides, run.folder)
     if dry_run:
@@ -157,15 +149,6 @@ def _print_results(
     for table in tables:
         stdout_console().print(table.rich())
     stderr_console().print("Plots: " + ", ".join(str(path) for path in plots))
-
-
-def _overrides(
-    data: Path | None, override: Sequence[str] | None, trials: int | None, precision: str | None
-) -> list["config.Override"]:
-    overrides: list[config.Override] = [] if data is None else [(("data",), str(data))]
-    overrides += override or []
-    fields = {"trials": trials, "precision": precision}
-    return overrides + [((field,), value) for field, value in fields.items() if value is not None]
 
 
 def _method_names(benchmark: "config.Benchmark", chosen: str | None) -> list[str]:

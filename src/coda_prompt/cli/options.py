@@ -11,6 +11,7 @@ import typer
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
+    from coda_prompt.bench.config import Override
     from coda_prompt.bench.launcher import RunOptions
     from coda_prompt.training.devices import Devices
 
@@ -183,6 +184,16 @@ def device_options(
     from coda_prompt.training.devices import Devices
 
     return Devices(device, devices, nodes, strategy)
+
+
+def override_options(
+    trials: Trials = None, data: Data = None, override: Set = None, precision: Precision = None
+) -> "list[Override]":
+    """Options shared by every command that loads a benchmark, as fields to override."""
+    overrides: list[Override] = [] if data is None else [(("data",), str(data))]
+    overrides += override or []
+    fields = {"trials": trials, "precision": precision}
+    return overrides + [((field,), value) for field, value in fields.items() if value is not None]
 
 
 def run_options(
