@@ -379,7 +379,8 @@ def fit_heads(student: Student, teacher: Teacher) -> None:
         return value
 
     student.labels.requires_grad_(True)
-    log.info("classifier fitted to the encoder: loss %.3f", optimizer.step(loss))
+    optimizer.step(loss)
+    log.info("classifier fitted to the encoder: loss %.3f", float(loss()))
 
 
 def optimizer_for(student: Student, stage: Stage) -> torch.optim.AdamW:

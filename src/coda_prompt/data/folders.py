@@ -19,7 +19,7 @@ from coda_prompt.errors import MissingData
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
 _SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 
-FolderId = tuple[int, ...]  # inode and device: os.stat(folder)[1:3]
+FolderId = tuple[int, int]  # device and inode
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,9 @@ def class_folders(root: Path) -> ClassFolders:
             a class.
     """
     resolved = root.resolve()
-    ancestors = frozenset(os.stat(folder)[1:3] for folder in (resolved, *resolved.parents))
+    ancestors = frozenset(_folder_id(folder) for folder in (resolved, *resolved.parents))
     folders, images, _ = _list_folder(root)
-    paths = {
-        os.path.basename(path): path for path in folders if os.stat(path)[1:3] not in ancestors
-    }
+    paths = {os.path.basename(path): path for path in folders if _folder_id(path) not in ancestors}
     for name in paths:
         if not is_valid_class_name(name):
             problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
@@ -155,10 +153,10 @@ def files_below(
     images, others = [], []
     while pending:
         current = pending.pop()
-        identity = os.stat(current)[1:3]
-        if identity in seen:
+        folder_id = _folder_id(current)
+        if folder_id in seen:
             continue
-        seen.add(identity)
+        seen.add(folder_id)
         folders, images_here, others_here = _list_folder(current)
         pending += reversed(folders)  # of two links to a folder, always take the first
         images += images_here
@@ -193,6 +191,11 @@ def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
         remedy = "Check its permissions and that its disk is mounted."
         raise MissingData(folder, problem, remedy) from error
     return folders, images, others
+
+
+def _folder_id(folder: str | Path) -> FolderId:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def is_valid_class_name(text: str) -> bool:

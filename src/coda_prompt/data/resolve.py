@@ -172,14 +172,14 @@ def labelled(
     elif labels is not None:
         problem = "a folder names its classes itself; leave them out"
         raise BadOption("the images", "labels", problem)
-    elif (name := os.fspath(data)).startswith(hf_datasets.PREFIX):
-        location = name.removeprefix(hf_datasets.PREFIX)
-        images = Labelled(*hf_datasets.open_hub_split(location, part))
-    elif name.startswith(shards.PREFIX):
-        location = name.removeprefix(shards.PREFIX)
-        images = Labelled(*shards.open_shard_split(location, part))
     else:
-        images = _open_folder(Path(data), skip_bad)
+        kind, location = parse_name(os.fspath(data))
+        if kind == "hub":
+            images = Labelled(*hf_datasets.open_hub_split(location, part))
+        elif kind == "shards":
+            images = Labelled(*shards.open_shard_split(location, part))
+        else:
+            images = _open_folder(Path(data), skip_bad)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")

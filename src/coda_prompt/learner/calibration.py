@@ -32,23 +32,26 @@ def fit_temperature(logits: Tensor, labels: Tensor, default: float) -> float:
         labels: The correct class of each row.
         default: The temperature to use without held-out images.
     """
-    logits, weight = logits.double(), PRIOR_IMAGES / len(labels)
+    logits = logits.double()
+    weight = PRIOR_IMAGES / len(labels)
+
+    def loss(log_temperature: float) -> float:
+        likelihood = float(F.cross_entropy(logits / math.exp(log_temperature), labels))
+        return likelihood + weight * (log_temperature - math.log(default)) ** 2
+
     low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
     ratio = (math.sqrt(5) - 1) / 2
-    points = [high - ratio * (high - low), low + ratio * (high - low)]
-    losses: list[float] = []  # of the points; one or both are missing
-    missing = [0, 1]
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    loss_left, loss_right = loss(left), loss(right)
     for _ in range(60):
-        for side in missing:
-            likelihood = float(F.cross_entropy(logits / math.exp(points[side]), labels))
-            prior = weight * (points[side] - math.log(default)) ** 2
-            losses.insert(side, likelihood + prior)
-        if losses[0] <= losses[1]:
-            high, missing = points[1], [0]
-            points, losses = [high - ratio * (high - low), points[0]], losses[:1]
+        if loss_left <= loss_right:
+            high, right, loss_right = right, left, loss_left
+            left = high - ratio * (high - low)
+            loss_left = loss(left)
         else:
-            low, missing = points[0], [1]
-            points, losses = [points[1], low + ratio * (high - low)], losses[1:]
+            low, left, loss_left = left, right, loss_right
+            right = low + ratio * (high - low)
+            loss_right = loss(right)
     return math.exp((low + high) / 2)
 
 

@@ -222,7 +222,7 @@ class ContinualClassifier:
         if not 0 <= validation < 1:
             raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
         started, images = time.perf_counter(), labelled(data, labels, skip_bad=skip_bad)
-        chosen = self.choose_backbone(images) if self._auto else None
+        chosen = self.choose_backbone(images)
         engine = self._engine(epochs, queries, stop, on_event)
         watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
         warnings = self.warnings(images, watched)
@@ -534,7 +534,7 @@ class ContinualClassifier:
         """Number the classes as rows of the head and hold out a share of each class."""
         index, known = len(self._tasks), self.classes_
         names = [*known, *(name for name in images.names if name not in known)]
-        rows = np.array([names.index(name) for name in images.names])
+        rows = _rows(images.names, names).numpy()
         labels = rows[images.split.labels]
         held_out = np.zeros(len(labels), bool)
         generator = keyed_generator(self._training.seed, index, "held out")

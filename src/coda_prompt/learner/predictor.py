@@ -78,6 +78,15 @@ class Predictor:
     """Device and precision. With several processes, all of them must make the same calls: each
     computes its share of a batch, and all receive every result."""
 
+    @property
+    def min_side(self) -> int:
+        """Side length in pixels that suffices; larger JPEG files are decoded at reduced size."""
+        return required_min_side(self.preprocessing, None)
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Return an image as the backbone expects it, C x H x W."""
+        return eval_view(image, self.preprocessing, self.resize)
+
     def logits(self, images: Sequence[Tensor]) -> Tensor:
         """Return the logits of preprocessed images, B x classes in float64 on the CPU."""
         fabric, method = self.fabric, self.method
@@ -145,7 +154,7 @@ class Predictor:
         """
         table = torch.zeros(len(indices), self.method.classes_seen, dtype=torch.float64)
         for positions, logits in self._batches(
-            lambda position, min_side: split.image(int(indices[position]), min_side),
+            lambda position: split.image(int(indices[position]), self.min_side),
             len(indices),
             None,
             on_event,
@@ -180,30 +189,25 @@ class Predictor:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
         """
         for indices, logits in self._batches(
-            lambda index, min_side: as_image(images[index], min_side), len(images), on_bad, on_event
+            lambda index: as_image(images[index], self.min_side), len(images), on_bad, on_event
         ):
             for index, row in zip(indices, self.calibrated(logits), strict=True):
                 yield index, self.rank(row, top, unknown_below)
 
     def _batches(
         self,
-        read: Callable[[int, int], Image.Image],
+        read: Callable[[int], Image.Image],
         count: int,
         on_bad: Callable[[BadImage], None] | None,
         on_event: OnEvent | None,
     ) -> Iterator[tuple[list[int], Tensor]]:
-        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones.
-
-        `read` gets an index and the side length in pixels that suffices.
-        """
-        min_side = required_min_side(self.preprocessing, None)
+        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones."""
         for start in range(0, count, BATCH_SIZE):
             end = min(start + BATCH_SIZE, count)
             views, readable, bad = [], [], []
             for index in range(start, end):
                 try:
-                    image = read(index, min_side)
-                    views.append(eval_view(image, self.preprocessing, self.resize))
+                    views.append(self.preprocess(read(index)))
                     readable.append(index)
                 except BadImage as problem:
                     bad.append(problem)

@@ -113,15 +113,15 @@ class StreamingLDA(ClosedForm):
         """The covariance within classes, mixed with a multiple of the identity."""
         covariance, freedom = self.moments.covariance()
         width = len(covariance)
+        identity = torch.eye(width, dtype=covariance.dtype)
         trace, squares = float(covariance.trace()), float(covariance.square().sum())
         if trace <= 0:  # one image per class: nearest class mean
-            return torch.eye(width, dtype=covariance.dtype)
+            return identity
         shrinkage = self.config.shrinkage
         if shrinkage is None:  # Chen et al. 2010, https://arxiv.org/abs/0907.4698, eq. 23
             numerator = (1 - 2 / width) * squares + trace**2
             denominator = (freedom + 1 - 2 / width) * (squares - trace**2 / width)
             shrinkage = min(1.0, numerator / denominator) ** 0.5 if denominator > 0 else 1.0
-        identity = torch.eye(width, dtype=covariance.dtype)
         return (1 - shrinkage) * covariance + shrinkage * trace / width * identity
 
     def parameter_count(self) -> ParameterCount:

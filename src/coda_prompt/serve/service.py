@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
@@ -106,8 +105,7 @@ class Service:
     def preprocess(self, content: bytes, name: str) -> Tensor:
         """Decode an image file and return it as the backbone expects it."""
         predictor = self.current.predictor
-        image = decode_image(content, name, required_min_side(predictor.preprocessing, None))
-        return eval_view(image, predictor.preprocessing, predictor.resize)
+        return predictor.preprocess(decode_image(content, name, predictor.min_side))
 
     def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
