@@ -7,17 +7,17 @@ Hayes and Kanan, CVPR Workshops 2020, https://arxiv.org/abs/1909.01520. The publ
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, full_precision
 from coda_prompt.methods.closedform import ClosedForm
+from coda_prompt.methods.moments import FeatureMoments
 from coda_prompt.methods.options import STRICT
 from coda_prompt.model.vit import ViT
 
@@ -31,43 +31,6 @@ class StreamingLDAConfig(MethodConfig):
     approximating shrinkage, which falls with the number of images."""
     normalize: bool = True
     """Scale features to unit length."""
-
-
-class FeatureMoments(nn.Module):
-    """Counts, sums and second moments of the features of all classes: additive, in float64.
-
-    They stay on the CPU in float64, whatever the model is moved to: the covariance is a small
-    difference of large sums, and not every accelerator has float64.
-    """
-
-    total: Tensor
-    """Sum of f f^T over all images, D x D."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.counts = Bank(dtype=torch.int64)
-        self.sums = Bank((width,), dtype=torch.float64)
-        self.register_buffer("total", torch.zeros(width, width, dtype=torch.float64))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FeatureMoments:
-        return self
-
-    def add(self, features: Tensor, labels: Tensor) -> None:
-        features, labels = features.cpu().double(), labels.cpu()
-        counts, sums = self.counts.frozen, self.sums.frozen
-        self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
-        self.sums.frozen = sums.index_add(0, labels, features)
-        self.total = self.total + features.T @ features
-
-    def means(self) -> Tensor:
-        """Class means, C x D; zero for a class without images."""
-        return self.sums.frozen / self.counts.frozen.clamp(min=1)[:, None]
-
-    def covariance(self) -> tuple[Tensor, int]:
-        """The covariance within classes, D x D, and its degrees of freedom."""
-        freedom = int((self.counts.frozen - 1).clamp(min=0).sum())
-        scatter = self.total - self.means().T @ self.sums.frozen
-        return scatter / max(freedom, 1), freedom
 
 
 class StreamingLDA(ClosedForm):
