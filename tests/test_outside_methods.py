@@ -20,6 +20,9 @@ from coda_prompt import ContinualClassifier, methods
 from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
 from coda_prompt.learner import store
+from coda_prompt.methods.base import MethodConfig
+from coda_prompt.methods.closedform import NearestClassMean
+from coda_prompt.model.vit import ViT
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Training
 
@@ -137,6 +140,8 @@ def test_a_class_that_lacks_a_member_gets_one_message(
     assert refused.returncode == 2
     assert "half.py:Half" in refused.stderr
     assert refused.stderr.count("has no method") == 1
+    for member in ("features(self, images, queries)", "logits(self, images", "loss(self, batch)"):
+        assert member in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
     assert not (tmp_path / "model").exists()
 
@@ -153,6 +158,14 @@ def test_a_closed_form_needs_no_loss_and_a_trained_method_does() -> None:
 
     assert methods.contract_problem(Fitted) is None
     assert "no method loss" in str(methods.contract_problem(Trained))
+
+
+def test_a_method_takes_a_backbone_and_its_options() -> None:
+    class Mine(NearestClassMean):
+        def __init__(self, backbone: ViT) -> None:
+            super().__init__(backbone, MethodConfig())
+
+    assert "(self, backbone, config)" in str(methods.contract_problem(Mine))
 
 
 def test_a_benchmark_with_a_changed_file_is_not_resumed(

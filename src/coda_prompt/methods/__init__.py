@@ -135,16 +135,25 @@ def _from_file(spec: str) -> Entry:
 
 
 def contract_problem(method: type[Method]) -> str | None:
-    """Describe the first member of the contract that a class lacks; None: it is complete."""
+    """Describe every member of the contract that a class lacks; None: it is complete."""
     if not is_pydantic_dataclass(method.Config):
         return "its Config is not a pydantic dataclass"
-    for name in dir(method):
-        member = inspect.getattr_static(method, name)
-        if getattr(member, "__isabstractmethod__", False):
-            summary = (inspect.getdoc(member) or "").split("\n")[0].rstrip(".")
-            return f"its class has no method {name}{inspect.signature(member)} ({summary})"
+    try:
+        inspect.signature(method).bind("backbone", "config")
+    except TypeError:
+        return "its __init__ does not take (self, backbone, config)"
+    missing = [
+        getattr(method, name)
+        for name in dir(method)
+        if getattr(inspect.getattr_static(method, name), "__isabstractmethod__", False)
+    ]
     if not method.closed_form and method.loss is Method.loss:
-        return "its class has no method loss(self, batch) (the parts of the loss of a batch)"
+        missing.append(Method.loss)
     if method.fits and method.fit is Method.fit:
-        return "its class has `fits = True` and no method fit(self, features, queries, labels)"
-    return None
+        missing.append(Method.fit)
+    members = [
+        f"{each.__name__}({', '.join(inspect.signature(each).parameters)}) "
+        f"({(inspect.getdoc(each) or '').splitlines()[0].rstrip('.')})"
+        for each in missing
+    ]
+    return f"its class has no method {'; '.join(members)}" if members else None
