@@ -118,7 +118,7 @@ class Stage:
 DISTIL = Stage(
     "distil",
     0,
-    images=200_000,
+    images=150_400,
     first_block=4,
     learning_rate=1.5e-4,
     head_learning_rate=5e-4,
@@ -127,7 +127,7 @@ DISTIL = Stage(
     jitter=0.3,
 )
 REFINE = dataclasses.replace(
-    DISTIL, name="refine", number=1, images=25_600, learning_rate=4e-5, kept_patches=64
+    DISTIL, name="refine", number=1, images=19_200, learning_rate=4e-5, kept_patches=64
 )
 STAGES = (DISTIL, REFINE)
 
