@@ -53,7 +53,9 @@ def _copy(classifier: ContinualClassifier) -> ContinualClassifier:
 
 def tensors(classifier: ContinualClassifier) -> dict[str, torch.Tensor]:
     """Copy the method's current state."""
-    return {name: tensor.clone() for name, tensor in classifier._method.learned_state().items()}
+    return {
+        name: tensor.clone() for name, tensor in classifier.network.method.learned_state().items()
+    }
 
 
 def assert_same(first: ContinualClassifier, second: ContinualClassifier) -> None:

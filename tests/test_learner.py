@@ -16,6 +16,7 @@ from coda_prompt.data.resolve import Labelled, MemorySplit, image_paths, labelle
 from coda_prompt.errors import BadOption, NotLearned
 from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
+from coda_prompt.learner.lesson import make_task
 from coda_prompt.preprocessing import Preprocessing
 
 
@@ -151,19 +152,18 @@ def test_new_class_with_few_images_is_predicted_beside_large_ones() -> None:
     assert scores[True, "old"] > scores[True, "before"] - 0.08
 
 
-def test_reported_accuracy_matches_the_held_out_images() -> None:
+def test_reported_accuracy_matches_the_held_out_images(monkeypatch: pytest.MonkeyPatch) -> None:
     classifier = ContinualClassifier(method="ncm")
     images, labels = drawings(range(12), 20)
     classifier.learn(images, labels, validation=0)
     held_out: list[int] = []
-    inner = classifier._make_task
 
     def recorded(*given: Any) -> Any:
-        task = inner(*given)
+        task = make_task(*given)
         held_out.extend(task.test.indices.tolist())
         return task
 
-    classifier._make_task = recorded  # type: ignore[method-assign]
+    monkeypatch.setattr("coda_prompt.learner.classifier.make_task", recorded)
     images, labels = drawings(range(12, 16), 20)
     learned = classifier.learn(images, labels)
     chances = classifier.predict_proba(images[held_out])
@@ -262,7 +262,7 @@ def test_temperature_is_fitted_to_held_out_images() -> None:
     classifier = taught(range(6))
     (task,) = classifier.tasks_
     assert task["fitted_on"] == task["held_out"] > 0
-    assert task["temperature"] != classifier._method.temperature
+    assert task["temperature"] != classifier.network.method.temperature
     images, names = drawings(range(6), test=True)
     rows = [classifier.classes_.index(name) for name in names]
 

@@ -110,7 +110,7 @@ def test_no_image_and_no_feature_of_an_image_is_in_the_file(method: str, tmp_pat
     classifier = ContinualClassifier(method=method, **options)
     classifier.learn(images, names, validation=0)
     classifier.save(tmp_path)
-    inner = classifier._method
+    inner = classifier.network.method
     views = torch.stack([_view(classifier, image) for image in images])
     with torch.no_grad():
         queries = inner.queries(views)
@@ -138,13 +138,13 @@ def test_no_image_and_no_feature_of_an_image_is_in_the_file(method: str, tmp_pat
 def test_sums_of_few_images_hide_each_feature(classes: int, count: int) -> None:
     """Not in the file, and not in the difference of two versions either."""
     classifier = ContinualClassifier()
-    before = classifier._method.statistics._unpacked()  # type: ignore[union-attr]
+    before = classifier.network.method.statistics._unpacked()  # type: ignore[union-attr]
     for first in (0, count):
         images, names = drawings(range(classes), first + count)
         chosen = [place for place in range(len(names)) if place % (first + count) >= first]
         images, names = images[chosen], [names[place] for place in chosen]
         classifier.learn(images, names, validation=0)
-        inner: Any = classifier._method
+        inner: Any = classifier.network.method
         with torch.no_grad():
             views = torch.stack([_view(classifier, image) for image in images])
             vectors = inner.statistics.hidden(inner.features(views, inner.queries(views)))
@@ -160,7 +160,7 @@ def test_copies_of_an_image_count_as_one() -> None:
     images = np.concatenate([images, images[:1], images[:1]])
     classifier = ContinualClassifier()
     classifier.learn(images, [names[0]] * 10, validation=0)
-    inner: Any = classifier._method
+    inner: Any = classifier.network.method
     with torch.no_grad():
         views = torch.stack([_view(classifier, image) for image in images])
         vectors = inner.statistics.hidden(inner.features(views, inner.queries(views)))
@@ -172,7 +172,7 @@ def test_sums_of_many_images_are_exact() -> None:
     images, names = drawings(range(10))
     classifier = ContinualClassifier()
     classifier.learn(images, names)
-    inner: Any = classifier._method
+    inner: Any = classifier.network.method
     with torch.no_grad():
         views = torch.stack([_view(classifier, image) for image in images])
         queries = inner.queries(views)
@@ -185,7 +185,7 @@ def test_sums_of_many_images_are_exact() -> None:
 def _view(classifier: ContinualClassifier, image: Any) -> torch.Tensor:
     from coda_prompt.data.images import eval_view
 
-    return eval_view(Image.fromarray(image), classifier._backbone.preprocessing, "squash")
+    return eval_view(Image.fromarray(image), classifier.network.backbone.preprocessing, "squash")
 
 
 def test_warning_about_a_class_of_one_image() -> None:

@@ -204,7 +204,7 @@ def info(
 
     description = store.read_model(model).description
     if backbone is not None:
-        from coda_prompt.learner.classifier import check_backbone
+        from coda_prompt.learner.loading import check_backbone
 
         check_backbone(description.backbone, backbone, model)
     sizes = store.size_on_disk(model)

@@ -1,0 +1,74 @@
+"""Accuracy on labelled images: overall, for each class and for each lesson."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coda_prompt import errors
+from coda_prompt.data.resolve import Labelled
+from coda_prompt.learner import calibration
+from coda_prompt.learner.network import Network
+from coda_prompt.learner.predictor import OnEvent
+from coda_prompt.learner.results import ClassAccuracy, Evaluation, TaskAccuracy
+
+
+def evaluate(network: Network, images: Labelled, on_event: OnEvent | None) -> Evaluation:
+    """Measure accuracy overall, for each class and for each lesson, among all known classes.
+
+    Raises:
+        NotLearned: The images have classes that were not learned.
+    """
+    classes, predictor = network.classes, network.predictor
+    not_learned = [name for name in images.names if name not in classes]
+    if not_learned:
+        raise errors.NotLearned(not_learned if classes else [], classes)
+    truth = rows(images.names, classes)[images.split.labels]
+    logits = predictor.split_logits(images.split, range(len(truth)), on_event=on_event)
+    tasks = []
+    for number, task in enumerate(network.tasks, 1):
+        own = rows(task.new, classes)
+        inside = torch.isin(truth, own)
+        if inside.any():
+            accuracies = accuracy(logits[inside], truth[inside], own)
+            tasks.append(TaskAccuracy(number, tuple(task.new), int(inside.sum()), *accuracies))
+    correct = logits.argmax(dim=1) == truth
+    return Evaluation(
+        images=len(truth),
+        accuracy=float(correct.double().mean()),
+        calibration_error=calibration.expected_calibration_error(
+            predictor.calibrated(logits), truth
+        ),
+        classes=accuracy_by_class(images, range(len(truth)), correct),
+        tasks=tuple(tasks),
+        left_out=tuple(str(problem) for problem in images.bad),
+    )
+
+
+def rows(names: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Return the position of each name in `classes`."""
+    return torch.tensor([classes.index(name) for name in names], dtype=torch.int64)
+
+
+def accuracy(logits: Tensor, truth: Tensor, own: Tensor) -> tuple[float, float]:
+    """Return the accuracy among all classes, and among the classes `own` only."""
+    among_own = own[logits[:, own].argmax(dim=1)]
+    correct = torch.stack([logits.argmax(dim=1) == truth, among_own == truth]).double()
+    over_all, within = correct.mean(dim=1).tolist()
+    return over_all, within
+
+
+def accuracy_by_class(
+    images: Labelled, indices: Sequence[int] | NDArray[np.int64], correct: Tensor
+) -> dict[str, ClassAccuracy]:
+    """Return the accuracy of each class that has images among those at `indices`."""
+    labels = torch.from_numpy(images.split.labels)[torch.as_tensor(indices)]
+    accuracies = {}
+    for row in labels.unique().tolist():
+        members = correct[labels == row].double()
+        accuracies[images.names[row]] = ClassAccuracy(len(members), float(members.mean()))
+    return accuracies

@@ -1,0 +1,157 @@
+"""Steps of a lesson: its engine, its task, its checkpoints and the record of its outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coda_prompt import errors
+from coda_prompt.data.resolve import Labelled
+from coda_prompt.data.stream import Samples, Task
+from coda_prompt.learner import calibration
+from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
+from coda_prompt.learner.network import Network
+from coda_prompt.learner.predictor import OnEvent
+from coda_prompt.learner.results import ClassAccuracy
+from coda_prompt.learner.store import TaskRecord
+from coda_prompt.methods.options import make_config
+from coda_prompt.seeding import keyed_generator
+from coda_prompt.storage.files import as_json
+from coda_prompt.training.checkpointing import Checkpointer
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.queries import QueryMode
+from coda_prompt.training.settings import Training
+
+MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
+
+
+def make_engine(
+    network: Network,
+    epochs: int | None,
+    queries: QueryMode | None,
+    stop: Callable[[], bool],
+    on_event: OnEvent | None,
+) -> Engine:
+    """Make the engine of one lesson, whose options replace those of the classifier."""
+    if epochs is not None and network.method.closed_form:
+        problem = f"{network.entry.name} has nothing to train; leave it out"
+        raise errors.BadOption("learn", "epochs", problem)
+    training, options = network.training, {"epochs": epochs, "queries": queries}
+    if changes := {name: value for name, value in options.items() if value is not None}:
+        values = {**dataclasses.asdict(training), **changes}
+        training = make_config(Training, "the training", values)
+    return Engine(
+        network.views,
+        training,
+        fabric=network.fabric,
+        on_event=on_event or (lambda event: None),
+        should_stop=stop,
+    )
+
+
+def make_task(network: Network, images: Labelled, validation: float) -> Task:
+    """Number the classes as rows of the head and hold out a share of each class."""
+    index, known = len(network.tasks), network.classes
+    names = [*known, *(name for name in images.names if name not in known)]
+    own = rows(images.names, names).numpy()
+    labels = own[images.split.labels]
+    held_out = np.zeros(len(labels), bool)
+    generator = keyed_generator(network.training.seed, index, "held out")
+    for row in own:
+        members = np.flatnonzero(labels == row)
+        order = torch.randperm(len(members), generator=generator).numpy()
+        if validation and len(members) >= MIN_IMAGES_TO_HOLD_OUT:
+            count = max(1, round(validation * len(members)))
+            count = min(count, len(members) - MIN_IMAGES_TO_TRAIN)
+            held_out[members[order[:count]]] = True
+    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    return Task(
+        index,
+        tuple(sorted(own.tolist())),
+        Samples(images.split, train, labels[train]),
+        Samples(images.split, test, labels[test]),
+    )
+
+
+def open_checkpoints(
+    network: Network, folder: Path, images: Labelled, training: Training, validation: float
+) -> Checkpointer:
+    """Open the checkpoints of a lesson, identified by everything that decides its result.
+
+    Raises:
+        UnfinishedLesson: The folder has checkpoints of a different lesson.
+    """
+    sha256 = network.entry.sha256
+    identity: dict[str, Any] = as_json(
+        {
+            "tasks": [task.model_dump() for task in network.tasks],
+            "images": images.split.fingerprint(),
+            "names": images.names,
+            "validation": validation,
+            "training": dataclasses.asdict(training),
+            "method": [network.entry.name, dataclasses.asdict(network.method.config)],
+            **({} if sha256 is None else {"method_file": sha256}),
+            "backbone": network.fingerprint,
+        }
+    )
+    checkpointer = Checkpointer(folder, identity, writes=network.fabric.global_rank == 0)
+    other = checkpointer.other_training and checkpointer.other_training.identity
+    if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
+        raise errors.UnfinishedLesson(folder)
+    return checkpointer
+
+
+def make_record(network: Network, images: Labelled, task: Task, engine: Engine) -> TaskRecord:
+    """Describe the lesson, with accuracy and temperature measured on its held-out images."""
+    known, temperature, fitted_on = network.classes, network.method.temperature, 0
+    over_all, within, error = None, None, None
+    if len(task.test):
+        labels, indices = torch.from_numpy(task.test.labels), task.test.indices.tolist()
+        logits = network.predictor.split_logits(
+            task.test.split, indices, stop=engine.should_stop, on_event=engine.on_event
+        )
+        if logits.shape[1] > 1:
+            temperature = calibration.fit_temperature(logits, labels, temperature)
+            fitted_on = len(labels)
+        over_all, within = accuracy(logits, labels, torch.tensor(task.classes))
+        fits = [(each.temperature, each.fitted_on) for each in network.tasks]
+        merged = calibration.merge_temperatures(
+            [*fits, (temperature, fitted_on)], network.method.temperature
+        )
+        error = calibration.expected_calibration_error(
+            torch.softmax(logits / merged, dim=1), labels
+        )
+    return TaskRecord(
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        new=[name for name in images.names if name not in known],
+        continued=[name for name in images.names if name in known],
+        images=images.counts(),
+        held_out=len(task.test),
+        accuracy=over_all,
+        accuracy_own=within,
+        calibration_error=error,
+        temperature=temperature,
+        fitted_on=fitted_on,
+    )
+
+
+def known_accuracies(
+    network: Network, images: Labelled, names: list[str], engine: Engine
+) -> dict[str, ClassAccuracy]:
+    """Measure the accuracy of each of the classes `names` that is among the images."""
+    wanted = [row for row, name in enumerate(images.names) if name in names]
+    indices = np.flatnonzero(np.isin(images.split.labels, wanted))
+    if not len(indices):
+        return {}
+    truth = [images.names[label] for label in images.split.labels[indices]]
+    logits = network.predictor.split_logits(
+        images.split, indices.tolist(), stop=engine.should_stop, on_event=engine.on_event
+    )
+    correct = logits.argmax(dim=1) == rows(truth, names)
+    return accuracy_by_class(images, indices, correct)

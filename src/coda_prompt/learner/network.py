@@ -1,0 +1,170 @@
+"""`Network`: a method on a frozen backbone, and the lessons it has learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from lightning_fabric import Fabric
+from pydantic import TypeAdapter, ValidationError
+
+from coda_prompt import __version__, errors, methods
+from coda_prompt.data.images import Augmentation
+from coda_prompt.learner import calibration, store
+from coda_prompt.learner.predictor import Predictor
+from coda_prompt.learner.store import Description, TaskRecord
+from coda_prompt.methods.options import make_config
+from coda_prompt.model.catalog import load_backbone
+from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.storage.files import as_json
+from coda_prompt.training.loading import Views
+from coda_prompt.training.settings import Training
+
+MAX_PROJECTION = 2048
+"""Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
+POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
+POCKET_AUGMENTATION = Augmentation(scale=(0.6, 1.0), ratio=(0.8, 1.25), flip=0.5)
+
+
+class Network:
+    """A method on a frozen backbone, the lessons it has learned and the predictor they give.
+
+    Args:
+        backbone: The backbone to load, as in `ContinualClassifier`, but not `auto`.
+        entry: The method.
+        options: Options of the method.
+        training: Options of the training.
+        fabric: The devices that share the work.
+
+    Raises:
+        BadOption: An option has an unusable value.
+        UnknownName: There is no such backbone or option.
+    """
+
+    def __init__(
+        self,
+        backbone: str,
+        entry: methods.Entry,
+        options: Mapping[str, Any],
+        training: Mapping[str, Any],
+        fabric: Fabric,
+    ) -> None:
+        self.entry, self.fabric = entry, fabric
+        self.backbone = load_backbone(backbone)
+        self.backbone_name = self.backbone.name
+        if "width" in entry.type.Config.__dataclass_fields__:
+            width = min(MAX_PROJECTION, 16 * self.backbone.vit.config.width)
+            options = {"width": width, "blend": True, "balance": True, **options}
+        config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
+        self.method = entry.type(self.backbone.vit, config).to(fabric.device)
+        self.method.name = entry.name
+        self.method.eval()
+        pocket = self.backbone_name == "pocket"
+        self.training = make_config(
+            Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
+        )
+        self.views = (
+            Views(self.backbone.preprocessing, POCKET_AUGMENTATION, "squash")
+            if pocket
+            else Views(self.backbone.preprocessing)
+        )
+        self.set_tasks([])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the backbone's weights."""
+        return self.backbone.vit.fingerprint()
+
+    def set_tasks(self, tasks: list[TaskRecord]) -> None:
+        """Set the lessons learned so far, and all that follows from them."""
+        self.tasks = tasks
+        self.classes = [name for task in tasks for name in task.new]
+        """Class names, in the order in which they were learned."""
+        fits = [(task.temperature, task.fitted_on) for task in tasks]
+        self.temperature = calibration.merge_temperatures(fits, self.method.temperature)
+        """Divides the logits before they become probabilities; fitted on held-out images."""
+        self.predictor = Predictor(
+            self.method,
+            self.views.preprocessing,
+            self.views.resize,
+            self.classes,
+            self.temperature,
+            self.fabric,
+        )
+
+    def preprocessing(self) -> dict[str, Any]:
+        """Return what a model records of the preprocessing."""
+        fields: dict[str, Any] = as_json(dataclasses.asdict(self.views.preprocessing))
+        return {**fields, "resize": self.views.resize}
+
+    def to_model(self) -> store.Model:
+        """Return the description and tensors to save."""
+        state, path = self.method.learned_state(), self.backbone.path
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        description = Description(
+            format=store.FORMAT,
+            coda_prompt=__version__,
+            method=self.entry.name,
+            method_sha256=self.entry.sha256,
+            options=as_json(dataclasses.asdict(self.method.config)),
+            training=as_json(dataclasses.asdict(self.training)),
+            backbone=store.BackboneRecord(
+                name=self.backbone_name,
+                fingerprint=self.fingerprint,
+                revision=self.backbone.revision,
+                path=None if path is None else str(path.absolute()),
+            ),
+            pixels=self.preprocessing(),
+            classes=self.classes,
+            tasks=self.tasks,
+            temperature=self.temperature,
+        )
+        return store.Model(description, tensors)
+
+    def check_backbone(self, description: Description, path: object) -> None:
+        """Check that a model was made with this backbone, and take over its normalisation.
+
+        Raises:
+            BackboneMismatch: It was made with another backbone.
+            CorruptFile: Its preprocessing is not that of its backbone.
+        """
+        if self.fingerprint != description.backbone.fingerprint:
+            raise errors.BackboneMismatch(path, description.backbone.fingerprint, self.fingerprint)
+        if self.backbone.path is not None:  # another version may recognise other files
+            self.views = _as_recorded(self.views, description.pixels)
+        if self.preprocessing() != description.pixels:
+            raise errors.CorruptFile(path, "its preprocessing is not that of its backbone")
+
+    def set_state(self, model: store.Model, path: object) -> None:
+        """Replace everything learned by what is in a model.
+
+        Raises:
+            CorruptFile: The tensors do not fit the description.
+        """
+        for tensor in model.tensors.values():
+            negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
+            if negative_count or not tensor.isfinite().all():
+                raise errors.CorruptFile(
+                    path, "it has numbers that cannot be: negative counts, NaN or inf"
+                )
+        self.method.load_learned_state(model.tensors)
+        if self.method.classes_seen != len(model.description.classes):
+            raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
+        self.set_tasks(list(model.description.tasks))
+
+
+def _as_recorded(views: Views, pixels: dict[str, Any]) -> Views:
+    """Return views with the normalisation a model was made with, if that is possible."""
+    fields = {name: value for name, value in pixels.items() if name != "resize"}
+    try:
+        recorded = TypeAdapter(Preprocessing).validate_python(fields)
+    except ValidationError:
+        return views
+    fits = len(recorded.mean) == len(recorded.std) == recorded.channels
+    same = (recorded.size, recorded.channels) == (
+        views.preprocessing.size,
+        views.preprocessing.channels,
+    )
+    return dataclasses.replace(views, preprocessing=recorded) if fits and same else views
