@@ -12,6 +12,10 @@ class CodaError(Exception):
     exit_code = 2
 
 
+class CodaWarning(UserWarning):
+    """Something to check: doubtful images or class names, files that are skipped."""
+
+
 def join_names(names: Iterable[object], limit: int = 5) -> str:
     """Join names with commas; after `limit` names: "a, b and 3 more"."""
     texts = [str(name) for name in names]
@@ -34,6 +38,13 @@ class BadOption(CodaError):
 
     def __init__(self, owner: str, field: str, problem: str) -> None:
         super().__init__(f"Option '{field}' of {owner}: {problem}.")
+
+
+class WrongType(CodaError, TypeError):
+    """A value of a type that cannot be used."""
+
+    def __init__(self, value: object, what: str, accepted: str) -> None:
+        super().__init__(f"{type(value).__name__} cannot be used as {what}. Accepted: {accepted}.")
 
 
 class EmptyTask(CodaError):
@@ -100,7 +111,7 @@ class BadImage(CodaError):
 class BadImages(CodaError):
     """All images of a dataset that cannot be read."""
 
-    def __init__(self, problems: Sequence[BadImage]) -> None:
+    def __init__(self, problems: Sequence[CodaError]) -> None:
         self.problems = tuple(problems)
         count = f"{len(problems)} images" if len(problems) > 1 else "An image"
         super().__init__(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import unicodedata
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from coda_prompt.console import CONTROL
-from coda_prompt.data.images import SUFFIXES
+from coda_prompt.console import is_valid_class_name
+from coda_prompt.data.images import image_suffixes
 from coda_prompt.data.sources import FileSplit, Source
 from coda_prompt.errors import MissingData
 
@@ -137,7 +136,9 @@ def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
                 problem = "the target of this link does not exist"
                 raise MissingData(path, problem, "Restore the file or remove the link.")
         if not paths:
-            remedy = f"Put images in it ({', '.join(sorted(SUFFIXES))}) or remove the folder."
+            remedy = (
+                f"Put images in it ({', '.join(sorted(image_suffixes()))}) or remove the folder."
+            )
             raise MissingData(folders.paths[name], f"class '{name}' has no image", remedy)
     return files
 
@@ -182,7 +183,7 @@ def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
                     is_folder, is_file = entry.is_dir(), entry.is_file()
                 if is_folder:
                     folders.append(entry.path)
-                elif is_file and os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                elif is_file and os.path.splitext(entry.name)[1].lower() in image_suffixes():
                     images.append(entry.path)
                 else:
                     others.append(entry.path)
@@ -196,8 +197,3 @@ def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
 def _folder_id(folder: str | Path) -> FolderId:
     status = os.stat(folder)
     return status.st_dev, status.st_ino
-
-
-def is_valid_class_name(text: str) -> bool:
-    """Return whether a class can have this name: not empty, Unicode, no control characters."""
-    return bool(text) and not any(unicodedata.category(each) in CONTROL for each in text)

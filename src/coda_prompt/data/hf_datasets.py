@@ -100,6 +100,13 @@ def split_from_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
     return HubSplit(dataset), dataset.class_names
 
 
+def image_files(name: str, rows: Any) -> list[bytes]:
+    """Return the image files of a `datasets.Dataset`, with or without a class column."""
+    column, encoded = _encoded_images(name, rows)
+    values = enumerate(encoded[column])
+    return [_read_file(value, f"{name}[{number}]") for number, value in values]
+
+
 def _load_dataset(name: str, **options: Any) -> Any:
     try:
         datasets = importlib.import_module("datasets")
@@ -124,13 +131,22 @@ def _train_and_test(name: str, splits: Any) -> list[_Rows]:
 def _find_columns(name: str, rows: Any) -> _Rows:
     datasets = importlib.import_module("datasets")
     features = rows.features or {}
-    images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
     classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    if not (images and classes):
+    if not classes:
         raise _unsuitable(name, "it does not have both an image and a class column")
     label = max(classes, key=lambda key: features[key].num_classes)
-    encoded = rows.with_format(None).cast_column(images[0], datasets.Image(decode=False))
-    return _Rows(name, encoded, images[0], label, tuple(features[label].names))
+    image, encoded = _encoded_images(name, rows)
+    return _Rows(name, encoded, image, label, tuple(features[label].names))
+
+
+def _encoded_images(name: str, rows: Any) -> tuple[str, Any]:
+    """Return the name of the image column, and the rows with encoded files in it."""
+    datasets = importlib.import_module("datasets")
+    features = rows.features or {}
+    images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
+    if not images:
+        raise _unsuitable(name, "it does not have both an image and a class column")
+    return images[0], rows.with_format(None).cast_column(images[0], datasets.Image(decode=False))
 
 
 def _read_file(value: Any, name: str) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +27,11 @@ SUFFIXES = frozenset(
         *(".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"),
     )
 )
+HEIC_SUFFIXES = frozenset((".heic", ".heif"))
+"""Read if the extra `heic` is installed."""
 MAX_PIXELS = 89_478_485  # 256 MiB as RGB; Pillow warns of a decompression bomb from here on
+FULL_SIZE = "full size"
+"""Key in `Image.info` of the size before a JPEG was decoded at reduced size."""
 
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 SUPPORTED_MODES = frozenset(
@@ -42,6 +48,32 @@ _EXIF_TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+
+@functools.cache
+def supports_heic() -> bool:
+    """Return whether HEIC files can be read; registers the decoder if it is installed."""
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
+
+
+@functools.cache
+def image_suffixes() -> frozenset[str]:
+    """Return how names of images that can be read end."""
+    return SUFFIXES | HEIC_SUFFIXES if supports_heic() else SUFFIXES
+
+
+def heic_hint(names: Iterable[object]) -> str | None:
+    """Return how to read the HEIC files among these names; None if there is none to install."""
+    count = sum(str(name).lower().endswith(tuple(HEIC_SUFFIXES)) for name in names)
+    if not count or supports_heic():
+        return None
+    files = "a HEIC file is" if count == 1 else f"{count} HEIC files are"
+    return f"{files} skipped; to read them: pip install 'coda-prompt[heic]'"
 
 
 def open_image(
@@ -65,7 +97,9 @@ def open_image(
         raise BadImage(path, "the file is empty")
     try:
         opened = io.BytesIO(file) if isinstance(file, bytes) else file
-        with Image.open(opened, formats=FORMATS) as image:
+        formats = (*FORMATS, "HEIF") if supports_heic() else FORMATS
+        with Image.open(opened, formats=formats) as image:
+            size = image.size
             if image.width * image.height > MAX_PIXELS:
                 size = f"{image.width} x {image.height} pixels"
                 raise BadImage(path, f"{size} are more than the limit of {MAX_PIXELS:,}")
@@ -74,13 +108,17 @@ def open_image(
             if min_side is not None:
                 image.draft(None, (min_side, min_side))
             image.load()
-            return apply_exif_orientation(image)
+            upright = apply_exif_orientation(image)
+            turned = upright.size == image.size[::-1] != image.size
+            upright.info[FULL_SIZE] = size[::-1] if turned else size
+            return upright
     except BadImage:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadImage(path, f"it is too large to decode ({error})") from error
+        raise BadImage(path, f"it has more pixels than the limit of {MAX_PIXELS:,}") from error
     except UnidentifiedImageError as error:
-        raise BadImage(path, f"it is in none of the formats {', '.join(FORMATS)}") from error
+        problem = f"it is in none of the formats {', '.join(FORMATS)}"
+        raise BadImage(path, heic_hint([path]) or problem) from error
     except Exception as error:  # on damaged bytes a decoder may raise anything
         raise BadImage(path, f"it cannot be decoded ({error})") from error
 

@@ -1,17 +1,15 @@
-"""Resolve what a user names into images: names and prefixes, folders, paths, PIL images, arrays,
-datasets.
+"""Resolve what a user names into labelled images: names and prefixes, folders, datasets.
 
-`open_source` opens train and test images by name; `labelled` and `image_items` also take objects.
+`open_source` opens train and test images by name; `labelled` also takes objects.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,21 +18,37 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
+from coda_prompt.console import is_valid_class_name
 from coda_prompt.data import folders, hf_datasets, shards
 from coda_prompt.data.hf_datasets import HubSplit
-from coda_prompt.data.images import SUPPORTED_MODES, apply_exif_orientation, open_image
+from coda_prompt.data.images import FULL_SIZE, heic_hint
+from coda_prompt.data.inputs import (
+    DEPTHS,
+    PAIRS,
+    Channels,
+    as_image,
+    image_items,
+    loader_items,
+    local_path,
+)
 from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
 from coda_prompt.data.shards import ShardSplit
 from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Source
-from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData, UnknownName
+from coda_prompt.errors import (
+    BadImage,
+    BadImages,
+    BadOption,
+    CodaError,
+    MissingData,
+    UnknownName,
+    WrongType,
+)
 
-Paths = str | os.PathLike[str]
 MAX_SAMPLES = 40
 """Images of a lesson whose size and kind are examined."""
 CHECKED_SIDE = 128
@@ -81,8 +95,8 @@ class Labelled:
 
     split: FileSplit | ArraySplit | MemorySplit | HubSplit | ShardSplit
     names: tuple[str, ...]
-    bad: tuple[BadImage, ...] = ()
-    """Images that cannot be read and were left out."""
+    bad: tuple[CodaError, ...] = ()
+    """Images that cannot be read, and classes that cannot be used, which were left out."""
     remarks: tuple[str, ...] = ()
     """Other things that were left out, and why."""
 
@@ -92,8 +106,25 @@ class Labelled:
         count = len(self.split.labels)
         indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
         # one at a time: a decoded photograph takes tens of megabytes
-        images = (self.split.image(int(index)) for index in indices)
-        return [Sample(image.size, is_drawing(image)) for image in images]
+        images = (self.split.image(int(index), CHECKED_SIDE) for index in indices)
+        return [
+            Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)) for image in images
+        ]
+
+    def only(self, names: Sequence[str]) -> Labelled:
+        """Leave out the classes that are not among `names`, if the split can be divided."""
+        others = [name for name in self.names if name not in names]
+        if not others or not isinstance(self.split, FileSplit | MemorySplit):
+            return self
+        counts, rows = self.counts(), [row for row, name in enumerate(self.names) if name in names]
+        split = self.split.subset(np.flatnonzero(np.isin(self.split.labels, rows)).tolist())
+        split.labels = np.searchsorted(rows, split.labels)
+        reasons = [
+            MissingData(f"class '{name}'", f"{counts[name]} images", "It has not been learned.")
+            for name in others
+        ]
+        kept = tuple(self.names[row] for row in rows)
+        return replace(self, split=split, names=kept, bad=(*self.bad, *reasons))
 
     def counts(self) -> dict[str, int]:
         """Return the number of images of each class."""
@@ -148,27 +179,34 @@ def open_source(
 
 
 def labelled(
-    data: Any, labels: Any = None, *, part: str = "train", skip_bad: bool = False
+    data: Any,
+    labels: Any = None,
+    *,
+    part: str = "train",
+    skip_bad: bool = False,
+    channels: Channels = "rgb",
 ) -> Labelled:
     """Open images to learn or to evaluate. Image files are decoded once to find unreadable ones.
 
     Args:
         data: A folder of class folders, `hub:owner/name`, `shards:` and a path or remote path, a
-            dataset of (image, label) pairs, or what `labelled` returned. Together with `labels`:
-            paths, PIL images or arrays.
-        labels: Class names, one for each image.
+            `DataLoader`, dataset or generator of (image, label) pairs, or what `labelled`
+            returned. Together with `labels`: images, as `image_items` accepts them.
+        labels: Class names, one for each image, or one name for all of them.
         part: The split of a hub dataset or of shards.
         skip_bad: Leave out images that cannot be read instead of failing.
+        channels: Order of the colours in arrays that are passed with labels.
 
     Raises:
         BadImages: Images that cannot be read, without `skip_bad`.
         BadOption: The data or labels cannot be used.
         MissingData: The data are not there.
+        WrongType: The data or labels are of another type.
     """
     if isinstance(data, Labelled):
         return data
     if not isinstance(data, str | os.PathLike):
-        images = _open_items(data, labels, skip_bad)
+        images = _open_items(data, labels, skip_bad, channels)
     elif labels is not None:
         problem = "a folder names its classes itself; leave them out"
         raise BadOption("the images", "labels", problem)
@@ -179,7 +217,7 @@ def labelled(
         elif kind == "shards":
             images = Labelled(*shards.open_shard_split(location, part))
         else:
-            images = _open_folder(Path(data), skip_bad)
+            images = _open_folder(local_path(data), skip_bad)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")
@@ -189,93 +227,27 @@ def labelled(
     return images
 
 
-def _open_items(data: Any, labels: Any, skip_bad: bool) -> Labelled:
+def _open_items(data: Any, labels: Any, skip_bad: bool, channels: Channels) -> Labelled:
     """Open a dataset, or images with labels."""
     if labels is None:
         return _open_dataset(data, skip_bad)
-    items = image_items(data)
+    grey_stack = isinstance(data, np.ndarray) and data.ndim == 3 and data.shape[2] not in DEPTHS
+    # as many labels as rows: not one image of C x H x W
+    items = data if grey_stack and len(data) == len(labels) else image_items(data, channels)
+    if isinstance(labels, str):
+        labels = [labels] * len(items)
     names, rows = _number([str(label) for label in _check_labels(labels)])
     if len(rows) != len(items):
         raise BadOption("the images", "labels", f"{len(rows)} labels for {len(items)} images")
     if isinstance(items, np.ndarray) and items.dtype == np.uint8 and items.shape[3:] in ((), (3,)):
         return Labelled(ArraySplit(items, rows), names)
     if all(isinstance(item, str | os.PathLike) for item in items):
-        return _leave_out_unreadable(FileSplit(items, rows), names, skip_bad)
+        split = FileSplit([local_path(item) for item in items], rows)
+        return _leave_out_unreadable(split, names, skip_bad)
     return _leave_out_unreadable(MemorySplit(items, rows), names, skip_bad)
 
 
-def image_items(data: Any) -> list[Any] | NDArray[Any]:
-    """Return one or many paths, PIL images, arrays or tensors as a sequence for `as_image`.
-
-    A folder or glob pattern stands for the images it names. One image is an array of H x W or
-    H x W x 3, or a tensor of H x W or C x H x W.
-    """
-    if isinstance(data, str | os.PathLike):
-        return image_paths([data])
-    if isinstance(data, torch.Tensor):
-        one = data.dim() == 2 or (data.dim() == 3 and data.shape[0] in (1, 3, 4))
-    elif isinstance(data, np.ndarray):
-        one = data.ndim == 2 or (data.ndim == 3 and data.shape[2] in (1, 3, 4))
-    else:
-        one = isinstance(data, Image.Image)
-    return [data] if one else data if isinstance(data, np.ndarray) else list(data)
-
-
-def image_paths(names: Iterable[Paths]) -> list[str]:
-    """Expand files, folders and glob patterns like `*.png` to the paths of images.
-
-    A name that matches nothing is returned as it is, to be reported with the unreadable files.
-    """
-    paths: list[str] = []
-    for name in names:
-        root = Path(name).expanduser()
-        exists = root.exists() or root.is_symlink()
-        matches = [str(root)] if exists else sorted(glob.glob(str(root), recursive=True))
-        for match in matches or [str(root)]:
-            if not os.path.isdir(match):
-                paths.append(match)
-            elif images := folders.files_below(match)[0]:
-                paths += images
-            elif exists:
-                raise MissingData(root, "there is no image in it", "Name files or folders.")
-    return paths
-
-
-def as_image(value: Any, min_side: int | None = None) -> Image.Image:
-    """Return an item of a list or dataset (an image, or an image and its label) as a PIL image.
-
-    With `min_side`, a file may be decoded at reduced size, as in `open_image`.
-    """
-    if isinstance(value, tuple | list):
-        value = value[0]
-    if isinstance(value, Image.Image):
-        if not (value.width and value.height):
-            raise BadOption("an image", "shape", "it has no pixels")
-        if value.mode not in SUPPORTED_MODES:
-            raise BadOption("an image", "mode", f"'{value.mode}' cannot be converted to RGB")
-        return apply_exif_orientation(value.copy())
-    if isinstance(value, str | os.PathLike):
-        return open_image(value, min_side)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-        if value.ndim == 3 and value.shape[0] in (1, 3, 4):
-            value = value.transpose(1, 2, 0)  # H x W x C
-    array = np.asarray(value)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    if np.issubdtype(array.dtype, np.floating) and array.size and np.isfinite(array).all():
-        if array.min() < 0 or array.max() > 1:
-            raise BadOption("an image", "values", "floating-point pixels must be in [0, 1]")
-        array = np.rint(array * 255).astype(np.uint8)
-    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not is_image or not array.size:
-        problem = f"{array.dtype} of shape {array.shape} is not an image"
-        raise BadOption("an image", "shape", problem)
-    return Image.fromarray(array)
-
-
 def _open_folder(root: Path, skip_bad: bool) -> Labelled:
-    root = root.expanduser()
     if not root.is_dir():
         problem = "this is not a folder" if root.exists() else "there is no such folder"
         raise MissingData(root, problem, "Name a folder with one folder of images per class.")
@@ -289,26 +261,38 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
             f"Name the one to learn from: {training}.",
         )
     files: dict[str, list[str]] = {}
-    other_files: Counter[str] = Counter()
+    others: list[str] = []
     for name, path in listed.paths.items():
-        files[name], others = folders.files_below(path, listed.ancestors)
-        other_files.update(os.path.splitext(other)[1].lower() or "no ending" for other in others)
-    empty = [name for name, paths in files.items() if not paths]
-    if empty and not skip_bad:
-        remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)."
-        raise MissingData(root / empty[0], f"class '{empty[0]}' has no image", remedy)
+        files[name], others_here = folders.files_below(path, listed.ancestors)
+        others += others_here
+    hint = heic_hint(others) if others else None
     rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
     split = FileSplit((path for group in files.values() for path in group), rows)
-    images = _leave_out_unreadable(split, tuple(files), skip_bad)
+    remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)"
+    empty = [
+        MissingData(
+            root / name, f"class '{name}' has no image", f"{remedy}; {hint}." if hint else remedy
+        )
+        for name, paths in files.items()
+        if not paths and not skip_bad
+    ]
+    try:
+        images = _leave_out_unreadable(split, tuple(files), skip_bad)
+    except BadImages as error:
+        raise BadImages([*error.problems, *empty]) from None
+    if empty:
+        raise empty[0]
     remarks = list(images.remarks)
     if listed.loose_images:
         remarks.append(
             f"{listed.loose_images} images beside the class folders are left out: no class"
         )
-    if other_files:
-        most = other_files.most_common(5)
-        kinds = ", ".join(f"{count} with {ending}" for ending, count in most)
+    if others:
+        endings = Counter(os.path.splitext(other)[1].lower() or "no ending" for other in others)
+        kinds = ", ".join(f"{count} with {ending}" for ending, count in endings.most_common(5))
         remarks.append(f"files without the extension of an image are left out ({kinds})")
+    if hint is not None:
+        remarks.append(hint)
     return replace(images, remarks=tuple(remarks))
 
 
@@ -349,18 +333,22 @@ def _leave_out_unreadable(
 
 
 def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
-    """Open a sequence of (image, label) pairs or a `datasets.Dataset`."""
+    """Open (image, label) pairs or a `datasets.Dataset`."""
     if hasattr(data, "features") and hasattr(data, "column_names"):
         return Labelled(*hf_datasets.split_from_rows("the dataset", data))
-    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        problem = f"{type(data).__name__} cannot be used as labelled images"
-        raise BadOption("the images", "data", problem)
+    inner = data
+    if isinstance(data, DataLoader):
+        data = list(loader_items(data))
+    elif isinstance(data, Iterator):
+        data = list(data)
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, dict):
+        raise WrongType(data, "labelled images", PAIRS)
     if not len(data):
         raise BadOption("the images", "data", "there is none")
     first = None
     with contextlib.suppress(BadImage):  # reported later, with all other unreadable images
         first = data[0]
-    if isinstance(first, str | os.PathLike | Image.Image):
+    if isinstance(first, str | os.PathLike | Image.Image | bytes):
         raise BadOption("the images", "labels", "paths and images need labels: pass them")
     try:
         targets = getattr(data, "targets", None)
@@ -369,7 +357,7 @@ def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
     except (TypeError, IndexError, KeyError) as error:
         problem = "without labels, it must contain pairs of an image and its class"
         raise BadOption("the images", "data", problem) from error
-    class_names, inner = getattr(data, "classes", None), data
+    class_names = getattr(inner, "classes", None)
     while class_names is None and hasattr(inner, "dataset"):  # a subset of another dataset
         inner = inner.dataset
         class_names = getattr(inner, "classes", None)
@@ -389,11 +377,13 @@ def _number(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:
 
 
 def _check_labels(labels: Any) -> list[str | int]:
+    if not hasattr(labels, "__iter__"):
+        raise WrongType(labels, "labels", "class names, one for each image")
     values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
     values = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
     if not all(isinstance(value, str | int) for value in values):
         raise BadOption("the images", "labels", "class names are strings or integers")
     for value in values:
-        if isinstance(value, str) and not folders.is_valid_class_name(value):
+        if isinstance(value, str) and not is_valid_class_name(value):
             raise BadOption("the images", "labels", f"{value!r} is not a valid class name")
     return values

@@ -19,8 +19,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
-from coda_prompt.console import ProgressBar
-from coda_prompt.data.folders import is_valid_class_name
+from coda_prompt.console import ProgressBar, is_valid_class_name
 from coda_prompt.data.images import SUFFIXES
 from coda_prompt.data.sources import Integers
 from coda_prompt.errors import CorruptFile, MissingData

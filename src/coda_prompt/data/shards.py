@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from coda_prompt.data.folders import is_valid_class_name
+from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.images import open_image
 from coda_prompt.data.shard_index import ShardIndex, is_class_number, load_index
 from coda_prompt.data.sources import Integers, Source, Split

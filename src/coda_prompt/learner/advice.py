@@ -24,9 +24,22 @@ MIXED = 0.2
 
 
 def warnings(
-    images: Labelled, known: Sequence[str], backbone: str, preprocessing: Preprocessing
+    images: Labelled,
+    known: Sequence[str],
+    backbone: str,
+    preprocessing: Preprocessing,
+    *,
+    balanced: bool = False,
 ) -> list[str]:
-    """Return what to check before learning these images, most important first."""
+    """Return what to check before learning these images, most important first.
+
+    Args:
+        images: The images of the lesson.
+        known: Classes learned before.
+        backbone: Name of the backbone.
+        preprocessing: The pixels it expects.
+        balanced: Whether the method gives each class the same weight.
+    """
     counts = images.counts()
     messages = list(images.remarks)
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
@@ -47,7 +60,7 @@ def warnings(
             "model and its previous version"
         )
     most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
-    if counts[most] > IMBALANCE * counts[least]:
+    if counts[most] > IMBALANCE * counts[least] and not balanced:
         messages.append(
             f"'{most}' has {counts[most]} images and '{least}' {counts[least]}: the model will "
             f"lean towards '{most}'"
