@@ -6,6 +6,7 @@ import json
 import os
 import unicodedata
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from rich import progress
 from rich.console import Console, RenderableType
@@ -44,6 +45,19 @@ class ProgressBar(progress.Progress):
         yield from super().get_renderables()
 
 
+@dataclass(frozen=True)
+class Output:
+    """How much a command prints besides its result."""
+
+    quiet: bool = False
+    """No messages and no progress; warnings and errors remain."""
+
+    def message(self, text: str) -> None:
+        """Print plain text to standard error, unless quiet."""
+        if not self.quiet:
+            print_message(text)
+
+
 def stdout_console() -> Console:
     """Return a console for results; lines written to a file or pipe are not wrapped at 80."""
     console = Console(highlight=False)
@@ -53,6 +67,14 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """Return a console for messages and progress."""
     return Console(stderr=True, highlight=False)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people: `40 s`, `3 min`, `2 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def table(
@@ -77,10 +99,15 @@ def print_message(text: str, style: str | None = None) -> None:
     stderr_console().print(escape_control_characters(text), markup=False, style=style)
 
 
-def print_json(content: object) -> None:
-    """Print JSON to standard output; file names that are not valid Unicode are escaped."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    print(text.encode("utf-8", "backslashreplace").decode())  # noqa: T201
+def print_json(content: object, *, line: bool = False) -> None:
+    """Print JSON to standard output; file names that are not valid Unicode are escaped.
+
+    Args:
+        content: What to print.
+        line: On one line and at once, for one of many values.
+    """
+    text = json.dumps(content, indent=None if line else 2, ensure_ascii=False)
+    print(text.encode("utf-8", "backslashreplace").decode(), flush=line)  # noqa: T201
 
 
 def decode_file_name(name: str) -> str:
@@ -90,6 +117,11 @@ def decode_file_name(name: str) -> str:
 
 CONTROL = frozenset({"Cc", "Cs", "Zl", "Zp"})
 """Unicode categories: control characters, surrogates, line and paragraph separators."""
+
+
+def is_valid_class_name(text: str) -> bool:
+    """Return whether a class can have this name: not empty, Unicode, no control characters."""
+    return bool(text) and not any(unicodedata.category(each) in CONTROL for each in text)
 
 
 def escape_control_characters(text: str) -> str:

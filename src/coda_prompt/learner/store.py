@@ -18,16 +18,19 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, model_validator
-from torch import Tensor
 
-from coda_prompt.data.folders import is_valid_class_name
+from coda_prompt.console import is_valid_class_name
 from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
 from coda_prompt.learner.card import model_card
 from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
-from coda_prompt.storage.tensors import decode_tensors, encode_tensors, stated_sha256
+from coda_prompt.storage.headers import read_checked_description, stated_sha256
+from coda_prompt.storage.tensors import decode_tensors, encode_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 2
 """Format 1 had no hash of a method's file and no path of the backbone."""
@@ -117,16 +120,35 @@ def decode_model(content: bytes, path: object) -> Model:
         CorruptFile: It is damaged, truncated or not a model.
     """
     file = decode_tensors(content, path)
-    if file.description is None:
+    return Model(_validated(file.description, path), file.tensors)
+
+
+def read_description(folder: Path) -> Description:
+    """Read and check the current model of a folder without importing torch.
+
+    Raises:
+        CorruptFile: It is damaged or not a model.
+        MissingData: There is no model.
+    """
+    path = folder / MODEL
+    try:
+        fields, _ = read_checked_description(_read_bytes(path), path)
+        return _validated(fields, path)
+    except CorruptFile as error:
+        raise _with_undo(error, folder) from error
+
+
+def _validated(fields: dict[str, Any] | None, path: object) -> Description:
+    """Return a description after checking its fields."""
+    if fields is None:
         raise CorruptFile(path, "is not a model of coda-prompt")
     try:  # as JSON, whose strict types are those of the file
-        description = Description.model_validate_json(json.dumps(file.description))
+        return Description.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "it"
         problem = f"its description is invalid: {field}: {first['msg']}"
         raise CorruptFile(path, problem) from error
-    return Model(description, file.tensors)
 
 
 def read_model(folder: Path) -> Model:
@@ -139,10 +161,15 @@ def read_model(folder: Path) -> Model:
     try:
         return _read(folder, MODEL)
     except CorruptFile as error:
-        if not (folder / PREVIOUS).exists():
-            raise
-        remedy = f"{error.remedy} Or return to the version before the newest task: coda undo."
-        raise CorruptFile(folder / MODEL, error.problem, remedy) from error
+        raise _with_undo(error, folder) from error
+
+
+def _with_undo(error: CorruptFile, folder: Path) -> CorruptFile:
+    """Add to an error of the current model how to return to an intact version."""
+    if not (folder / PREVIOUS).exists():
+        return error
+    remedy = f"{error.remedy} Or return to the version before the newest task: coda undo."
+    return CorruptFile(folder / MODEL, error.problem, remedy)
 
 
 def read_previous(folder: Path) -> Model | None:
@@ -182,26 +209,42 @@ def restore_previous(folder: Path) -> None:
     _write_copies(folder, previous)
 
 
-def begin_lesson(folder: Path, images: str, version: int) -> bool:
+def begin_lesson(folder: Path, images: str, version: int, command: str = "") -> bool:
     """Record that images are about to be learned, unless an earlier command already did.
 
     Args:
         folder: The model folder.
         images: Fingerprint of the lesson's images.
         version: Version of the model they are learned on.
+        command: The command that learns them, for `unfinished_lesson`.
 
     Returns:
         True if the same lesson was begun on the version before and interrupted only after its
         model was saved, so that there is nothing left to learn.
     """
-    note = {"images": images, "version": version}
-    try:
-        done: bool = json.loads((folder / LESSON).read_bytes()) == {**note, "version": version - 1}
-    except (OSError, ValueError, RecursionError):
-        done = False
+    note = {"images": images, "version": version, "command": command}
+    earlier = _read_lesson(folder)
+    done = (earlier.get("images"), earlier.get("version")) == (images, version - 1)
     if not done:
         write_atomically(folder / LESSON, json.dumps(note).encode())
     return done
+
+
+def unfinished_lesson(folder: Path) -> str | None:
+    """Return the command of an interrupted lesson, or a sentence for it; None if there is none."""
+    lesson = _read_lesson(folder)
+    if not lesson and not (folder / PROGRESS).exists():
+        return None
+    return str(lesson.get("command") or "the same 'coda learn' command as before")
+
+
+def _read_lesson(folder: Path) -> dict[str, Any]:
+    """Return the note of `begin_lesson`; empty if there is none."""
+    try:
+        note = json.loads((folder / LESSON).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
 def end_lesson(folder: Path) -> None:
@@ -228,7 +271,8 @@ def exclusive_writer(folder: Path) -> Iterator[None]:
             yield
     finally:
         if created and not (folder / MODEL).exists():
-            end_lesson(folder)
+            if not (folder / PROGRESS).exists():  # else `coda info` says how to resume
+                end_lesson(folder)
             (folder / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -296,10 +340,12 @@ def _write_copies(folder: Path, model: Model) -> None:
 
 
 def _read(folder: Path, name: str) -> Model:
-    path = folder / name
+    return decode_model(_read_bytes(folder / name), folder / name)
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
         raise MissingData(path, problem, "Use a folder that 'coda learn' created.") from error
-    return decode_model(content, path)

@@ -11,22 +11,25 @@ and body, checkpoints had no metadata at all.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from coda_prompt.errors import CorruptFile
 from coda_prompt.storage.files import write_atomically
+from coda_prompt.storage.headers import (
+    DESCRIPTION,
+    SHA256,
+    Values,
+    content_sha256,
+    read_checked_description,
+    values_sha256,
+)
 
-MAX_HEADER_BYTES = 100 * 2**20
-DESCRIPTION, SHA256 = "description", "sha256"
+if TYPE_CHECKING:  # torch takes seconds to import, and reading a description does without it
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,11 @@ def encode_tensors(tensors: Mapping[str, Tensor], description: Mapping[str, Any]
 
 
 def _encode(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> tuple[bytes, str]:
+    from safetensors.torch import save
+
     # Cloned because safetensors refuses tensors that share memory.
     values = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    sha256 = _content_sha256(values, description)
+    sha256 = content_sha256(_values(values), description)
     header = json.dumps({**description, SHA256: sha256}, sort_keys=True)
     return save(values, {DESCRIPTION: header}), sha256
 
@@ -63,28 +68,14 @@ def decode_tensors(content: bytes, path: object) -> TensorFile:
     Raises:
         CorruptFile: It is damaged, truncated or not a safetensors file.
     """
-    header, body_start = _parse_header(content, path)
-    metadata = header.get("__metadata__") or {}
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    description, sha256 = read_checked_description(content, path)
     try:
-        tensors = load(content)
-        if DESCRIPTION not in metadata:
-            return TensorFile(tensors, None, hashlib.sha256(content).hexdigest())
-        description = json.loads(metadata[DESCRIPTION])
-        if SHA256 in metadata:  # a model of format 1
-            stated = metadata[SHA256]
-            digest = hashlib.sha256(metadata[DESCRIPTION].encode())
-            digest.update(memoryview(content)[body_start:])
-            actual = digest.hexdigest()
-        else:
-            stated = description.pop(SHA256)
-            actual = _content_sha256(tensors, description)
+        return TensorFile(load(content), description, sha256)
     except SafetensorError as error:
         raise CorruptFile(path, f"cannot be read ({error})") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFile(path, "its description cannot be read") from error
-    if stated != actual:
-        raise CorruptFile(path, "was changed or damaged: its content does not match its sha256")
-    return TensorFile(tensors, description, actual)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> str:
@@ -104,44 +95,12 @@ def read_tensors(path: Path) -> TensorFile:
     return decode_tensors(path.read_bytes(), path)
 
 
-def stated_sha256(path: Path) -> str | None:
-    """Return the sha256 stated in a file's header without reading its tensors.
-
-    None if there is no such file or it is not a checked tensor file.
-    """
-    try:
-        with path.open("rb") as file:
-            length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
-            metadata = json.loads(file.read(length))["__metadata__"]
-        return str(metadata.get(SHA256) or json.loads(metadata[DESCRIPTION])[SHA256])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-
-
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, types, shapes and values of tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
+    return values_sha256(_values(tensors))
+
+
+def _values(tensors: Mapping[str, Tensor]) -> Iterator[Values]:
+    for name, tensor in tensors.items():
         values = tensor.detach().cpu().contiguous()
-        digest.update(f"{name}{values.dtype}{tuple(values.shape)}".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _content_sha256(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> str:
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256((text + tensors_sha256(tensors)).encode()).hexdigest()
-
-
-def _parse_header(content: bytes, path: object) -> tuple[dict[str, Any], int]:
-    """Return the header and the offset of the first byte after it."""
-    length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise CorruptFile(path, "is truncated or not a safetensors file")
-    try:
-        header = json.loads(content[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(path, "has no readable header") from error
-    if not isinstance(header, dict):
-        raise CorruptFile(path, "has no readable header")
-    return header, 8 + length
+        yield name, str(values.dtype), tuple(values.shape), values.numpy().tobytes()
