@@ -48,7 +48,7 @@ def _taught(
 
 
 def _copy(classifier: ContinualClassifier) -> ContinualClassifier:
-    return copy.deepcopy(classifier, {id(classifier._fabric): classifier._fabric})
+    return copy.deepcopy(classifier, {id(classifier.network.fabric): classifier.network.fabric})
 
 
 def tensors(classifier: ContinualClassifier) -> dict[str, torch.Tensor]:

@@ -12,7 +12,8 @@ from drawings import NAMES, assert_same, drawings, taught, tensors
 from PIL import Image
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.resolve import Labelled, MemorySplit, image_paths, labelled
+from coda_prompt.data.inputs import image_paths
+from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.errors import BadOption, NotLearned
 from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
@@ -178,12 +179,12 @@ def test_reported_accuracy_matches_the_held_out_images(monkeypatch: pytest.Monke
     assert learned.calibration_error == pytest.approx(error, abs=1e-6)
 
 
-def test_watched_images_measure_forgetting(drawing_folders: Path) -> None:
+def test_checked_images_measure_forgetting(drawing_folders: Path) -> None:
     classifier = ContinualClassifier(method="ranpac")
     classifier.learn(drawing_folders / "task-1")
     before = classifier.evaluate(*drawings(range(4), 8, test=True)).classes
-    learned = classifier.learn(drawing_folders / "task-2", watch=drawing_folders / "test")
-    assert set(learned.forgotten) == set(NAMES[:4]), "classes not known before are not watched"
+    learned = classifier.learn(drawing_folders / "task-2", check=drawing_folders / "test")
+    assert set(learned.forgotten) == set(NAMES[:4]), "classes not known before are not checked"
     after = classifier.evaluate(*drawings(range(4), 8, test=True)).classes
     for name, (then, now) in learned.forgotten.items():
         assert then == pytest.approx(before[name].accuracy)
@@ -192,9 +193,9 @@ def test_watched_images_measure_forgetting(drawing_folders: Path) -> None:
 
 def test_forgetting_is_reported() -> None:
     classifier = taught(range(2), method="ncm")
-    watch = list(zip(*drawings(range(2), test=True), strict=True))
+    check = list(zip(*drawings(range(2), test=True), strict=True))
     again, _ = drawings([0])
-    learned = classifier.learn(again, ["the same under another name"] * len(again), watch=watch)
+    learned = classifier.learn(again, ["the same under another name"] * len(again), check=check)
     then, now = learned.forgotten[NAMES[0]]
     assert now < then
 

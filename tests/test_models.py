@@ -305,7 +305,7 @@ def test_a_method_that_trains_the_network_and_a_bad_device_are_refused() -> None
     with pytest.raises(BadOption, match="whole network"):
         ContinualClassifier(method="ft++")
     with pytest.raises(BadOption, match="device"):
-        ContinualClassifier(device="nonsense")
+        ContinualClassifier(device="nonsense").learn(*drawings(range(2)))
 
 
 def test_single_image_as_path_array_or_tensor(tmp_path: Path) -> None:
@@ -537,7 +537,7 @@ def test_model_does_not_set_the_number_of_loader_workers(tmp_path: Path) -> None
     training = {**model.description.training, "workers": 200}
     changed = model.description.model_copy(update={"training": training})
     (tmp_path / store.MODEL).write_bytes(store.encode_model(store.Model(changed, model.tensors)))
-    assert ContinualClassifier.load(tmp_path)._training.workers == 0
+    assert ContinualClassifier.load(tmp_path).network.training.workers == 0
 
 
 def test_invalid_seed_in_a_model_is_refused(tmp_path: Path) -> None:

@@ -73,7 +73,14 @@ def draw(folder: Path) -> None:
 
 
 def untaught() -> ContinualClassifier:
-    return ContinualClassifier("pocket", "coda-p", device="cpu", epochs=1)
+    """A classifier with its backbone loaded, which is not part of a lesson, and without a display
+    of the progress."""
+    training = {"epochs": 1}
+    classifier = ContinualClassifier(
+        "pocket", "coda-p", training=training, device="cpu", verbose=False
+    )
+    assert classifier.network.classes == []
+    return classifier
 
 
 def predicting(model: Path, image: Path) -> Callable[[], object]:

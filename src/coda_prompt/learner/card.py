@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from coda_prompt.errors import join_names
+
 if TYPE_CHECKING:
-    from coda_prompt.learner.store import Description
+    from coda_prompt.learner.store import Description, TaskRecord
 
 MAX_CLASSES_SHOWN = 40
+TASK_HEADS = [
+    "task",
+    "date",
+    "new",
+    "continued",
+    "images",
+    "accuracy",
+    "among own classes",
+]
+"""Columns of the table of lessons."""
 
 
 def model_card(description: Description) -> str:
@@ -56,3 +69,13 @@ def model_card(description: Description) -> str:
 def percent(share: float | None) -> str:
     """Format a fraction; `-` if there is none."""
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def task_rows(tasks: Iterable[TaskRecord]) -> list[list[object]]:
+    """Return the table of lessons, with the columns `TASK_HEADS`."""
+    rows: list[list[object]] = []
+    for number, task in enumerate(tasks, 1):
+        classes = (join_names(names, 6) for names in (task.new, task.continued))
+        shares = map(percent, (task.accuracy, task.accuracy_own))
+        rows.append([number, task.date[:10], *classes, sum(task.images.values()), *shares])
+    return rows

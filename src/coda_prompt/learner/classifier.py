@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
 
-from coda_prompt import errors, methods
-from coda_prompt.data.resolve import Labelled, MemorySplit, image_items, labelled
-from coda_prompt.learner import advice, loading, store
+from coda_prompt import errors
+from coda_prompt.data.inputs import Channels, image_items
+from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
+from coda_prompt.learner import advice, feedback, store
+from coda_prompt.learner.answers import Predictions
+from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
 from coda_prompt.learner.lesson import (
     known_accuracies,
@@ -22,19 +26,18 @@ from coda_prompt.learner.lesson import (
     make_task,
     open_checkpoints,
 )
-from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
-from coda_prompt.learner.network import Network
-from coda_prompt.learner.predictor import OnEvent, Prediction, Predictor
+from coda_prompt.learner.loading import AUTO
+from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
-from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.devices import Devices
+from coda_prompt.learner.saving import SavedEstimator
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.snapshot import restored_on_error
 
-DEFAULT_METHOD = "ranpac"
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class ContinualClassifier:
+class ContinualClassifier(SavedEstimator):
     """Classify images, and learn new classes at any time on top of a frozen backbone.
 
     Every call of `learn` is one lesson: it adds classes, or continues classes with more images.
@@ -45,95 +48,57 @@ class ContinualClassifier:
             name (`coda backbones` lists them), `NAME@SIZE` in pixels, `NAME=PATH` for weights in a
             local file, or the path of a `.safetensors` file.
         method: A name (`coda methods` lists them) or `path/to/file.py:Class`.
+        options: Options of the method (`coda methods NAME` lists them), such as `{"width": 256}`.
+        training: Options of the training: `epochs`, `batch_size`, `learning_rate`, `seed`, ...
         device: `auto`, `cpu`, `cuda` or `mps`.
+        verbose: Show progress on standard error, and warn (`warnings.warn`) about images that
+            should be checked. Without it, warnings are only in the result of `learn`.
         fabric: A launched Fabric, instead of `device`: the devices that share the work. Every
             process then makes the same calls.
-        **options: Options of the method (`coda methods NAME` lists them) and of the training
-            (`epochs`, `batch_size`, `learning_rate`, `seed`, ...).
+        **more: Single options of the method or the training: `ContinualClassifier(epochs=3)` is
+            `ContinualClassifier(training={"epochs": 3})`.
+
+    The backbone is loaded, and options are checked, when they are first needed.
 
     Raises:
-        BadOption: The method needs old images again or trains the backbone, or an option has an
-            unusable value.
-        UnknownName: There is no such backbone, method or option.
+        BadOption: The method needs old images again or trains the backbone.
+        UnknownName: There is no such method.
 
     Example:
         ```python
         classifier = ContinualClassifier()
         classifier.learn("photos")  # photos/cat/*.jpg, photos/dog/*.jpg, ...
         classifier.learn("more-photos")
-        classifier.predict(["image.jpg"])
+        print(classifier("image.jpg", top=3))
         classifier.save("my-model")
         ```
     """
 
-    def __init__(
-        self,
-        backbone: str = AUTO,
-        method: str = DEFAULT_METHOD,
-        *,
-        device: str = "auto",
-        fabric: Fabric | None = None,
-        **options: Any,
-    ) -> None:
-        entry = methods.find(method)
-        _check_suitable(entry, method)
-        self._entry, self._fabric = entry, fabric or Devices(device).fabric()
-        self._training = {name: options[name] for name in options if name in TRAINING_FIELDS}
-        self._options = {name: options[name] for name in options if name not in TRAINING_FIELDS}
-        self._auto = backbone == AUTO
-        self.network = self._build("pocket" if self._auto else backbone)
-        """The method, its backbone and the lessons learned so far."""
-        self._saved: store.Model | None = None
-        """The model as read or written; None if it has changed since."""
-        self._previous: store.Model | Path | None = None
-        """The model before the newest task, or the folder to read it from when needed."""
-        self._checkpointer: Checkpointer | None = None
-        """Checkpoints of the newest task, removed when the model is saved."""
-        self._home: tuple[Path, str | None] | None = None
-        """The folder last read or written, and the hash of the model in it."""
+    def fit(self, data: Any, labels: Any = None, **options: Any) -> Self:
+        """Forget everything and learn the classes of `data`, as scikit-learn expects it.
 
-    def _build(self, backbone: str) -> Network:
-        """Load a backbone and make the method on it, with nothing learned."""
-        return Network(backbone, self._entry, self._options, self._training, self._fabric)
-
-    @property
-    def method_name(self) -> str:
-        """Name of the method."""
-        return self._entry.name
-
-    @property
-    def backbone_name(self) -> str:
-        """Name of the backbone; with `auto`, the one that was chosen."""
-        return self.network.backbone_name
-
-    @property
-    def classes_(self) -> list[str]:
-        """Class names, in the order in which they were learned."""
-        return self.network.classes
-
-    @property
-    def temperature(self) -> float:
-        """Divides the logits before they become probabilities; fitted on held-out images."""
-        return self.network.temperature
-
-    @property
-    def tasks_(self) -> list[dict[str, Any]]:
-        """One record for each lesson: date, classes, images, accuracy at the time."""
-        return [task.model_dump() for task in self.network.tasks]
-
-    @property
-    def predictor(self) -> Predictor:
-        """Classifies images with what has been learned so far.
-
-        Raises:
-            NotLearned: No class has been learned yet.
+        Args:
+            data: As in `learn`.
+            labels: As in `learn`.
+            **options: As in `learn`.
         """
-        network = self.network
-        if not network.tasks:
-            raise errors.NotLearned([], [])
-        return network.predictor
+        self._forget()
+        self.learn(data, labels, **options)
+        return self
 
-    # -- learning
+    def partial_fit(
+        self, data: Any, labels: Any = None, classes: Any = None, **options: Any
+    ) -> Self:
+        """Learn the classes of `data` in addition: `learn`, for scikit-learn.
+
+        Args:
+            data: As in `learn`.
+            labels: As in `learn`.
+            classes: Not used; classes need not be named before they are learned.
+            **options: As in `learn`.
+        """
+        self.learn(data, labels, **options)
+        return self
 
     def learn(
         self,
@@ -141,8 +106,9 @@ class ContinualClassifier:
         labels: Any = None,
         *,
         validation: float = 0.2,
-        watch: Any = None,
+        check: Any = None,
         skip_bad: bool = False,
+        channels: Channels = "rgb",
         epochs: int | None = None,
         queries: QueryMode | None = None,
         progress: Path | None = None,
@@ -154,14 +120,16 @@ class ContinualClassifier:
         If this fails or is interrupted, the classifier is left unchanged.
 
         Args:
-            data: A folder of class folders, `hub:owner/name`, `shards:` and a path, or a dataset
-                of (image, label) pairs. Together with `labels`: paths, PIL images or arrays.
-            labels: Class names, one for each image.
+            data: A folder of class folders, `hub:owner/name`, `shards:` and a path, or a dataset,
+                `DataLoader` or generator of (image, label) pairs. Together with `labels`: images,
+                as in `predict`.
+            labels: Class names, one for each image, or one name for all of them.
             validation: Share of each class that is held out to measure accuracy and to calibrate
                 probabilities.
-            watch: Labelled images of known classes. They are evaluated before and after, to show
+            check: Labelled images of known classes. They are evaluated before and after, to show
                 what this lesson made the model forget.
             skip_bad: Leave out images that cannot be read instead of failing.
+            channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
             epochs: Passes over the images, for this lesson only.
             queries: Where prompt queries come from, for this lesson only.
             progress: A folder for checkpoints. The same call resumes an interrupted one from
@@ -180,25 +148,31 @@ class ContinualClassifier:
 
         Example:
             ```python
-            learned = classifier.learn("photos", watch="validation-photos")
+            learned = classifier.learn("photos", check="validation-photos")
             print(learned.accuracy, learned.forgotten)
             ```
         """
         if not 0 <= validation < 1:
             raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
-        started, images = time.perf_counter(), labelled(data, labels, skip_bad=skip_bad)
+        started = time.perf_counter()
+        images = labelled(data, labels, skip_bad=skip_bad, channels=channels)
         chosen = self.choose_backbone(images)
         network = self.network
-        engine = make_engine(network, epochs, queries, stop, on_event)
-        watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
-        warnings = self.warnings(images, watched)
+        checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
+        warnings = self.warnings(images, checked)
+        shown = self.verbose and network.fabric.global_rank == 0
+        if shown:
+            feedback.LOGGER.info("%s; %s", chosen or network.backbone_name, advice.summary(images))
+            feedback.warn(warnings)
         known = network.classes
         previous = self._model() if known else None
         before, after = {}, {}
         checkpointer = None
-        with restored_on_error(network.method):
-            if watched is not None:
-                before = known_accuracies(network, watched, known, engine)
+        bar = feedback.LearnerProgress() if shown and on_event is None else None
+        with bar or contextlib.nullcontext(), restored_on_error(network.method):
+            engine = make_engine(network, epochs, queries, stop, bar.on_event if bar else on_event)
+            if checked is not None:
+                before = known_accuracies(network, checked, known, engine)
             task = make_task(network, images, validation)
             if progress is not None:
                 checkpointer = open_checkpoints(
@@ -206,8 +180,8 @@ class ContinualClassifier:
                 )
             engine.learn(network.method, task, checkpointer=checkpointer)
             record = make_record(network, images, task, engine)
-            if watched is not None:
-                after = known_accuracies(network, watched, known, engine)
+            if checked is not None:
+                after = known_accuracies(network, checked, known, engine)
         network.set_tasks([*network.tasks, record])
         self._checkpointer = checkpointer
         self._saved, self._previous = None, previous
@@ -232,42 +206,69 @@ class ContinualClassifier:
         Returns:
             Which backbone and why; None if there was nothing to choose.
         """
-        if not self._auto or self.network.tasks:
+        network = self._network
+        if self.backbone != AUTO or (network is not None and network.tasks):
             return None
         name, reason = advice.choose_backbone(images.samples)
-        if name != self.network.backbone_name:
-            self.network = self._build(name)
+        if network is None or name != network.backbone_name:
+            self._network = self._build(name)
         return reason
 
-    def warnings(self, images: Labelled, watched: Labelled | None = None) -> list[str]:
+    def warnings(self, images: Labelled, checked: Labelled | None = None) -> list[str]:
         """Return what a person should know before these images are learned."""
         network, known = self.network, self.network.classes
         preprocessing = network.views.preprocessing
-        warnings = advice.warnings(images, known, network.backbone_name, preprocessing)
-        if watched is not None and not set(watched.names) & set(known):
-            warnings.append("none of the watched classes is known yet: nothing to forget")
+        warnings = advice.warnings(
+            images,
+            known,
+            network.backbone_name,
+            preprocessing,
+            balanced=getattr(network.method.config, "balance", False),
+        )
+        if checked is not None and not set(checked.names) & set(known):
+            warnings.append("none of the classes to check is known yet: nothing to forget")
         return warnings
-
-    def undo(self) -> None:
-        """Restore the model as it was before the newest lesson, bit for bit.
-
-        Raises:
-            NothingToUndo: There is no earlier version; only one is stored.
-        """
-        previous = self._previous_model()
-        if previous is None:
-            raise errors.NothingToUndo("The classifier")
-        self.network.set_state(previous, "the previous version")
-        self._saved, self._previous = previous, None
 
     # -- predicting
 
-    def predict(self, data: Any) -> NDArray[np.str_]:
+    def __call__(
+        self,
+        data: Any,
+        *,
+        top: int = 5,
+        unknown: float | Literal["auto"] | None = None,
+        channels: Channels = "rgb",
+    ) -> Predictions:
+        """Classify images; the result prints as a table, plots, and converts to dicts.
+
+        Args:
+            data: As in `predict`.
+            top: Number of classes to name.
+            unknown: An image is unknown if its most likely class is less likely than this.
+            channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
+
+        Example:
+            ```python
+            results = classifier("image.jpg", top=3, unknown=0.5)
+            print(results)
+            results.plot("results.png")
+            results.to_dicts()
+            ```
+        """
+        if unknown == "auto":
+            raise errors.BadOption("the classifier", "unknown", "pass a probability such as 0.5")
+        images = image_items(data, channels)
+        answers = self.predictor.predict(images, top=top, unknown_below=unknown or 0.0)
+        return Predictions(images, [answer for _, answer in answers])
+
+    def predict(self, data: Any, *, channels: Channels = "rgb") -> NDArray[np.str_]:
         """Return the most likely class of each image.
 
         Args:
-            data: One or many paths, PIL images, arrays or tensors; a folder stands for the images
-                in it.
+            data: One or many images: paths, `file://` URLs, bytes, file objects, PIL images,
+                arrays or tensors; a folder stands for the images in it. Also a generator, a
+                `DataLoader`, or a `Dataset` of Hugging Face.
+            channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
 
         Returns:
             One class name for each image.
@@ -276,7 +277,8 @@ class ContinualClassifier:
             BadImages: Images that cannot be read.
             NotLearned: No class has been learned yet.
         """
-        return np.array([each.best for each in self.predictions(data, top=1)], dtype=str)
+        predictions = self.predictor.predict(image_items(data, channels), top=1)
+        return np.array([prediction.best for _, prediction in predictions], dtype=str)
 
     def predictions(
         self, data: Any, *, top: int = 5, unknown_below: float = 0.0
@@ -322,7 +324,8 @@ class ContinualClassifier:
         Args:
             data: Labelled images, as for `learn`.
             labels: Class names, one for each image.
-            skip_bad: Leave out images that cannot be read instead of failing.
+            skip_bad: Leave out images that cannot be read and classes that were not learned,
+                instead of failing.
             on_event: Called with the progress.
 
         Raises:
@@ -330,144 +333,9 @@ class ContinualClassifier:
             NotLearned: The images have classes that were not learned.
         """
         images = labelled(data, labels, part="test", skip_bad=skip_bad)
+        if skip_bad and set(images.names) & set(self.classes_):
+            images = images.only(self.classes_)
         return evaluate(self.network, images, on_event)
-
-    # -- saving and loading
-
-    def save(self, folder: str | Path) -> None:
-        """Write the model; if this is interrupted, the folder has one complete version.
-
-        Raises:
-            ModelChanged: Another process changed the folder since this classifier was loaded from
-                it or saved to it.
-        """
-        folder = Path(folder)
-        with store.exclusive_writer(folder):
-            current = (folder.resolve(), store.model_sha256(folder))
-            if self._home is not None and self._home[0] == current[0] and self._home != current:
-                raise errors.ModelChanged(folder)
-            self.write(folder)
-
-    def write(self, folder: Path) -> None:
-        """Write the model like `save`, for a caller that has locked the folder."""
-        model = self._model()
-        store.write_model(folder, model, self._previous_model())
-        self._saved, self._home = model, (folder.resolve(), store.model_sha256(folder))
-        if self._checkpointer is not None:
-            self._checkpointer.remove()
-            self._checkpointer = None
-
-    @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        *,
-        backbone: str | None = None,
-        method: str | None = None,
-        device: str = "auto",
-        fabric: Fabric | None = None,
-    ) -> ContinualClassifier:
-        """Load a saved model together with its backbone. No code in the folder is ever run.
-
-        Args:
-            folder: The model folder.
-            backbone: The backbone's weights, if they are a file that has moved: `NAME=PATH` or
-                `PATH`. The fingerprint is checked.
-            method: `path/to/file.py:Class`, required if the model was made with a method of your
-                own: a model stores the class name and the hash of the file, but no code.
-            device: `auto`, `cpu`, `cuda` or `mps`.
-            fabric: A launched Fabric, instead of `device`.
-
-        Raises:
-            BadOption: `method` is not the method the model was made with.
-            CorruptFile: The model is damaged.
-            MissingData: There is no model in the folder.
-            BackboneMismatch: The backbone is not the one the model was made with.
-        """
-        folder = Path(folder)
-        model = store.read_model(folder)
-        training = loading.training_options(model.description, folder)
-        method = loading.resolve_method(model.description, method, folder)
-        backbone = loading.resolve_backbone(model.description.backbone, backbone, folder)
-        options = {**model.description.options, **training}
-        classifier = cls(backbone, method, device=device, fabric=fabric, **options)
-        classifier.network.backbone_name = model.description.backbone.name
-        classifier.network.check_backbone(model.description, folder)
-        classifier.network.set_state(model, folder)
-        classifier._saved, classifier._previous = model, folder
-        classifier._home = (folder.resolve(), store.model_sha256(folder))
-        return classifier
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model like `save`: the folder has the layout of the Hugging Face hub."""
-        self.save(folder)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        *,
-        revision: str | None = None,
-        backbone: str | None = None,
-        method: str | None = None,
-        device: str = "auto",
-        token: str | None = None,
-        endpoint: str | None = None,
-    ) -> ContinualClassifier:
-        """Load a model from a folder or from the Hugging Face hub.
-
-        Args:
-            name: A folder, or `owner/name` on the hub.
-            revision: Branch, tag or commit on the hub.
-            backbone: As in `load`.
-            method: As in `load`.
-            device: As in `load`.
-            token: Access token of the hub.
-            endpoint: URL of another hub.
-        """
-        if not Path(name).is_dir():
-            from coda_prompt.learner.hub import download_model
-
-            name = download_model(str(name), revision, token, endpoint)
-        return cls.load(name, backbone=backbone, method=method, device=device)
-
-    def push_to_hub(
-        self,
-        name: str,
-        *,
-        private: bool = True,
-        token: str | None = None,
-        endpoint: str | None = None,
-    ) -> str:
-        """Upload the model and its card to `owner/name` on the hub; return the commit's URL."""
-        from coda_prompt.learner.hub import upload_model
-
-        return upload_model(name, self._model(), private=private, token=token, endpoint=endpoint)
-
-    def export_onnx(self, path: str | Path) -> None:
-        """Write the model with its backbone as one ONNX graph, from pixels to probabilities.
-
-        Raises:
-            MissingExtra: The packages for ONNX are not installed.
-            NotLearned: No class has been learned yet.
-        """
-        predictor = self.predictor
-        from coda_prompt.learner.export import export_onnx
-
-        export_onnx(predictor, self.network.preprocessing(), Path(path))
-
-    def _model(self) -> store.Model:
-        """Return the model to save."""
-        return self.network.to_model() if self._saved is None else self._saved
-
-    def _previous_model(self) -> store.Model | None:
-        """Return the model before the newest task, unless another process has replaced it."""
-        if isinstance(self._previous, Path):
-            previous = store.read_previous(self._previous)
-            tasks = self.network.tasks[:-1]
-            follows = previous is not None and previous.description.tasks == tasks
-            self._previous = previous if follows else None
-        return self._previous
 
 
 def load_or_create(
@@ -479,18 +347,8 @@ def load_or_create(
         BadOption: The model was made with another backbone or method.
     """
     if not (folder / store.MODEL).exists():
-        return ContinualClassifier(backbone or AUTO, method or DEFAULT_METHOD, fabric=fabric)
-    return ContinualClassifier.load(folder, backbone=backbone, method=method, fabric=fabric)
-
-
-def _check_suitable(entry: methods.Entry, name: str) -> None:
-    """Refuse methods that need old images again or that would save a whole network."""
-    if entry.type.keeps_images or entry.type.trains_on == "all":
-        problem = f"{name} needs old images again, and this classifier keeps none"
-    elif not entry.type.frozen_backbone:
-        problem = f"{name} trains the whole network, and a model stores only what is added to it"
-    else:
-        return
-    raise errors.BadOption(
-        "ContinualClassifier", "method", f"{problem}; use {DEFAULT_METHOD} or coda-p"
+        backbone, method = backbone or AUTO, method or DEFAULT_METHOD
+        return ContinualClassifier(backbone, method, verbose=False, fabric=fabric)
+    return ContinualClassifier.load(
+        folder, backbone=backbone, method=method, verbose=False, fabric=fabric
     )

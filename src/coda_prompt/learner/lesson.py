@@ -124,9 +124,8 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         merged = calibration.merge_temperatures(
             [*fits, (temperature, fitted_on)], network.method.temperature
         )
-        error = calibration.expected_calibration_error(
-            torch.softmax(logits / merged, dim=1), labels
-        )
+        predictor = dataclasses.replace(network.predictor, temperature=merged)
+        error = calibration.expected_calibration_error(predictor.calibrated(logits), labels)
     return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         new=[name for name in images.names if name not in known],

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from coda_prompt.data.images import eval_view, required_min_side
-from coda_prompt.data.resolve import as_image
+from coda_prompt.data.inputs import as_image
 from coda_prompt.data.sources import Split
 from coda_prompt.errors import BadImage, BadImages, Interrupted
 from coda_prompt.methods import Method

@@ -30,7 +30,7 @@ class Learned:
     left_out: tuple[str, ...] = ()
     """Images that could not be read, with `skip_bad`."""
     forgotten: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Accuracy of each watched class before and after the lesson."""
+    """Accuracy of each checked class before and after the lesson."""
     chosen: str | None = None
     """Which backbone `auto` chose for the first lesson, and why."""
 

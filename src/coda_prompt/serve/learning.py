@@ -114,9 +114,9 @@ def learn(model: Path, examples: list[Example], **parts: Any) -> None:
     """Learn the examples and replace the model."""
     dataset = ExampleDataset(examples)
     with store.exclusive_writer(model):
-        classifier = ContinualClassifier.load(model, **parts)
-        watch = pocket_test_images(classifier)
-        learned = classifier.learn(dataset, watch=watch, on_event=ProgressReporter().on_event)
+        classifier = ContinualClassifier.load(model, verbose=False, **parts)
+        check = pocket_test_images(classifier)
+        learned = classifier.learn(dataset, check=check, on_event=ProgressReporter().on_event)
         send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
         classifier.write(model)
     accuracies = learned.forgotten  # of old classes, before and after

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from coda_prompt.data.folders import is_valid_class_name
+from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.images import FORMATS, SUFFIXES, open_image
 from coda_prompt.errors import BadImage, CodaError
 

@@ -1,0 +1,58 @@
+"""Progress, log messages and warnings of a classifier."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from coda_prompt import console
+from coda_prompt.errors import CodaWarning
+
+if TYPE_CHECKING:
+    from coda_prompt.training.settings import Event
+
+LOGGER = logging.getLogger("coda_prompt")
+LINE_INTERVAL = 10.0
+"""Seconds between two lines of progress if the output is not a terminal."""
+
+
+class LearnerProgress(console.ProgressBar):
+    """Progress over the steps of a training or the images of a pass.
+
+    A bar on a terminal; elsewhere a line every ten seconds.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__()
+        self.add_task("reading images", total=None)
+        (self._task,) = self.tasks
+        self._quiet = quiet
+        self.disable = self.disable or quiet
+        self._printed = time.monotonic()
+
+    def on_event(self, event: Event) -> None:
+        """Show the progress that an event reports."""
+        if event.kind == "pass":
+            self._show("reading images", event.step, event.steps)
+        elif event.kind in ("step", "epoch"):
+            status = f"learning, epoch {event.epoch + 1}/{event.epochs}, loss {event.loss:.2f}"
+            done = event.epoch * event.steps + event.step
+            self._show(status, done, event.epochs * event.steps)
+
+    def _show(self, status: str, done: int, total: int) -> None:
+        self.update(self._task.id, description=status, completed=done, total=total)
+        silent = self._quiet or not self.disable or done >= total
+        if not silent and time.monotonic() - self._printed >= LINE_INTERVAL:
+            self._printed = time.monotonic()
+            left = self._task.time_remaining
+            remaining = "" if left is None else f", about {console.duration(left)} left"
+            console.print_message(f"{status}: {self._task.percentage:.0f} %{remaining}")
+
+
+def warn(messages: Iterable[str]) -> None:
+    """Warn the caller of `learn` about its images."""
+    for message in messages:
+        warnings.warn(message, CodaWarning, stacklevel=3)

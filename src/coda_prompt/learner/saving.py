@@ -1,0 +1,190 @@
+"""Saving, loading, sharing and exporting a classifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_fabric import Fabric
+
+from coda_prompt import errors
+from coda_prompt.learner import loading, store
+from coda_prompt.learner.estimator import Estimator
+from coda_prompt.training.checkpointing import Checkpointer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class SavedEstimator(Estimator):
+    """A classifier whose versions are saved in model folders."""
+
+    _saved: store.Model | None = None
+    """The model as read or written; None if it has changed since."""
+    _previous: store.Model | Path | None = None
+    """The model before the newest task, or the folder to read it from when needed."""
+    _checkpointer: Checkpointer | None = None
+    """Checkpoints of the newest task, removed when the model is saved."""
+    _home: tuple[Path, str | None] | None = None
+    """The folder last read or written, and the hash of the model in it."""
+
+    def _forget(self) -> None:
+        """Forget everything that was learned."""
+        self._network = self._saved = self._previous = self._checkpointer = None
+
+    def undo(self) -> None:
+        """Restore the model as it was before the newest lesson, bit for bit.
+
+        Raises:
+            NothingToUndo: There is no earlier version; only one is stored.
+        """
+        previous = self._previous_model()
+        if previous is None:
+            raise errors.NothingToUndo("The classifier")
+        self.network.set_state(previous, "the previous version")
+        self._saved, self._previous = previous, None
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model; if this is interrupted, the folder has one complete version.
+
+        Raises:
+            ModelChanged: Another process changed the folder since this classifier was loaded from
+                it or saved to it.
+        """
+        folder = Path(folder)
+        with store.exclusive_writer(folder):
+            current = (folder.resolve(), store.model_sha256(folder))
+            if self._home is not None and self._home[0] == current[0] and self._home != current:
+                raise errors.ModelChanged(folder)
+            self.write(folder)
+
+    def write(self, folder: Path) -> None:
+        """Write the model like `save`, for a caller that has locked the folder."""
+        model = self._model()
+        store.write_model(folder, model, self._previous_model())
+        self._saved, self._home = model, (folder.resolve(), store.model_sha256(folder))
+        if self._checkpointer is not None:
+            self._checkpointer.remove()
+            self._checkpointer = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        backbone: str | None = None,
+        method: str | None = None,
+        device: str = "auto",
+        verbose: bool = True,
+        fabric: Fabric | None = None,
+    ) -> Self:
+        """Load a saved model together with its backbone. No code in the folder is ever run.
+
+        Args:
+            folder: The model folder.
+            backbone: The backbone's weights, if they are a file that has moved: `NAME=PATH` or
+                `PATH`. The fingerprint is checked.
+            method: `path/to/file.py:Class`, required if the model was made with a method of your
+                own: a model stores the class name and the hash of the file, but no code.
+            device: `auto`, `cpu`, `cuda` or `mps`.
+            verbose: As in the constructor.
+            fabric: A launched Fabric, instead of `device`.
+
+        Raises:
+            BadOption: `method` is not the method the model was made with.
+            CorruptFile: The model is damaged.
+            MissingData: There is no model in the folder.
+            BackboneMismatch: The backbone is not the one the model was made with.
+        """
+        folder = Path(folder)
+        model = store.read_model(folder)
+        training = loading.training_options(model.description, folder)
+        method = loading.resolve_method(model.description, method, folder)
+        backbone = loading.resolve_backbone(model.description.backbone, backbone, folder)
+        classifier = cls(
+            backbone,
+            method,
+            options=model.description.options,
+            training=training,
+            device=device,
+            verbose=verbose,
+            fabric=fabric,
+        )
+        network = classifier.network
+        network.backbone_name = model.description.backbone.name
+        network.check_backbone(model.description, folder)
+        network.set_state(model, folder)
+        classifier._saved, classifier._previous = model, folder
+        classifier._home = (folder.resolve(), store.model_sha256(folder))
+        return classifier
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model like `save`: the folder has the layout of the Hugging Face hub."""
+        self.save(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        backbone: str | None = None,
+        method: str | None = None,
+        device: str = "auto",
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> Self:
+        """Load a model from a folder or from the Hugging Face hub.
+
+        Args:
+            name: A folder, or `owner/name` on the hub.
+            revision: Branch, tag or commit on the hub.
+            backbone: As in `load`.
+            method: As in `load`.
+            device: As in `load`.
+            token: Access token of the hub.
+            endpoint: URL of another hub.
+        """
+        if not Path(name).is_dir():
+            from coda_prompt.learner.hub import download_model
+
+            name = download_model(str(name), revision, token, endpoint)
+        return cls.load(name, backbone=backbone, method=method, device=device)
+
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool = True,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Upload the model and its card to `owner/name` on the hub; return the commit's URL."""
+        from coda_prompt.learner.hub import upload_model
+
+        return upload_model(name, self._model(), private=private, token=token, endpoint=endpoint)
+
+    def export_onnx(self, path: str | Path) -> None:
+        """Write the model with its backbone as one ONNX graph, from pixels to probabilities.
+
+        Raises:
+            MissingExtra: The packages for ONNX are not installed.
+            NotLearned: No class has been learned yet.
+        """
+        predictor = self.predictor
+        from coda_prompt.learner.export import export_onnx
+
+        export_onnx(predictor, self.network.preprocessing(), Path(path))
+
+    def _model(self) -> store.Model:
+        """Return the model to save."""
+        return self.network.to_model() if self._saved is None else self._saved
+
+    def _previous_model(self) -> store.Model | None:
+        """Return the model before the newest task, unless another process has replaced it."""
+        if isinstance(self._previous, Path):
+            previous = store.read_previous(self._previous)
+            tasks = self.network.tasks[:-1]
+            follows = previous is not None and previous.description.tasks == tasks
+            self._previous = previous if follows else None
+        return self._previous
