@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,8 @@ def test_optimizers_and_groups_are_those_of_the_stage() -> None:
     assert isinstance(adamw, torch.optim.AdamW)
     assert [group["lr"] for group in adamw.param_groups] == [0.005, 0.02]
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.0, 0.1]
+    still = driver._optimizer(method, replace(adapt, learning_rate=0.0), adapt.groups)
+    assert [group["lr"] for group in still.param_groups] == [0.0, 0.02], "0.0 is a rate"
     sgd = driver._optimizer(method, probe, probe.groups)
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.param_groups[0]["momentum"] == 0.9

@@ -269,12 +269,13 @@ class Engine(Passes):
         self, method: Method, stage: Stage, groups: Sequence[ParameterGroup]
     ) -> Optimizer:
         training = self.training
-        rate = stage.learning_rate or training.learning_rate or method.learning_rate
+        rates = (stage.learning_rate, training.learning_rate, method.learning_rate)
+        rate = next(each for each in rates if each is not None)  # 0.0 is a rate
         decay = training.weight_decay if stage.weight_decay is None else stage.weight_decay
         options = [
             {
                 "params": list(group.parameters),
-                "lr": (group.learning_rate or rate) * group.factor,
+                "lr": (rate if group.learning_rate is None else group.learning_rate) * group.factor,
                 "weight_decay": decay if group.weight_decay is None else group.weight_decay,
             }
             for group in groups
