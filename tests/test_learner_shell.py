@@ -60,7 +60,7 @@ def printed_by(session: tuple[Path, dict[str, str]], command: str) -> list[str]:
 def test_commands_of_the_documentation(session: tuple[Path, dict[str, str]]) -> None:
     first, second, third, again = printed_by(session, "coda learn")
     assert "new: " in first
-    assert "watched classes: " in second
+    assert "checked classes: " in second
     assert "among all 30 classes" in third
     held_out = re.compile(r"on \d+ held-out images: .*")
     assert held_out.findall(third) == held_out.findall(again), "undone and learned again"

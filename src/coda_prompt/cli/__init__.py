@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from coda_prompt import __version__
-from coda_prompt.cli import bench, catalog, data, learner, serve
+from coda_prompt.cli import bench, catalog, data, learner, predict, serve
 from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import CodaError, Interrupted
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for family in (learner, serve, catalog, data, bench):
+for family in (learner, predict, serve, catalog, data, bench):
     app.add_typer(family.app)
 
 
@@ -61,7 +61,10 @@ def main() -> None:
     try:
         app()
     except CodaError as error:
-        typer.echo(f"coda: {escape_control_characters(str(error))}", err=True)
+        message = str(error)
+        if isinstance(error, Interrupted):
+            message = f"Interrupted. Progress is saved. Resume with: {learner.resume_command()}"
+        typer.echo(f"coda: {escape_control_characters(message)}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None and error.errno is None:

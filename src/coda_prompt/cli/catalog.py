@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from coda_prompt.cli.completion import complete_method
 from coda_prompt.cli.options import AsJson
 from coda_prompt.console import print_json, stdout_console, table
 
@@ -15,7 +16,10 @@ app = typer.Typer()
 def methods(
     name: Annotated[
         str | None,
-        typer.Argument(help="Show the options of one method: a name or path/to/file.py:Class."),
+        typer.Argument(
+            autocompletion=complete_method,
+            help="Show the options of one method: a name or path/to/file.py:Class.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -38,11 +42,14 @@ def methods(
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="PyTorch checkpoint (.pth, .pt, .bin).")],
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    as_json: AsJson = False,
 ) -> None:
     """Convert a PyTorch checkpoint of a ViT to a safetensors file, without running code in it."""
     from coda_prompt.model.catalog import convert_checkpoint
 
     convert_checkpoint(checkpoint, out)
+    if as_json:
+        print_json({"path": str(out), "bytes": out.stat().st_size})
 
 
 @app.command(epilog="Example: `coda backbones --json`")

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from coda_prompt.cli.options import AsJson
+from coda_prompt.console import print_json
 from coda_prompt.errors import BadOption
 
 app = typer.Typer()
@@ -23,6 +25,7 @@ def shards(
     ],
     out: Annotated[str, typer.Argument(help="Folder or remote path for the shards.")],
     megabytes: Annotated[int, typer.Option(min=1, help="Maximum size of a shard in MB.")] = 256,
+    as_json: AsJson = False,
 ) -> None:
     """Pack images into tar shards, which can be read from remote storage.
 
@@ -35,4 +38,7 @@ def shards(
         problem = "memory:// ends with this command; use a folder or another remote path"
         raise BadOption("coda shards", "out", problem)
     written, images = pack(data, out, megabytes)
-    typer.echo(f"{out}: {written} shards of {images} images", err=True)
+    if as_json:
+        print_json({"path": out, "shards": written, "images": images})
+    else:
+        typer.echo(f"{out}: {written} shards of {images} images", err=True)

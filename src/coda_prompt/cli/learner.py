@@ -1,28 +1,24 @@
-"""Commands for one model: learn, predict, evaluate, info, undo, export."""
+"""Commands for one model: learn, evaluate, info, undo, export."""
 
 import contextlib
-import csv
 import dataclasses
+import shlex
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import BadImage, BadImages, BadOption, CorruptFile, MissingData, join_names
+from coda_prompt.errors import BadOption, CorruptFile, MissingData, join_names
 from coda_prompt.preprocessing import input_kind
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
-    from coda_prompt.learner.predictor import Prediction
     from coda_prompt.learner.results import Learned
     from coda_prompt.training.devices import Devices
-    from coda_prompt.training.settings import Event
 
 app = typer.Typer()
 
@@ -34,10 +30,10 @@ ALREADY_LEARNED = (
 
 @app.command(
     epilog="Examples: `coda learn my-model photos/`; "
-    "`coda learn my-model more-photos/ --watch validation-photos/`; "
+    "`coda learn my-model more-photos/ --check validation-photos/`; "
     "`coda learn my-model photos/ --backbone vit-b16-in21k --method coda-p --epochs 10`"
 )
-@options.with_options(devices=options.device_options)
+@options.with_options(devices=options.device_options, output=options.output_options)
 def learn(
     model: options.Model,
     folder: options.Folder,
@@ -46,12 +42,14 @@ def learn(
     epochs: options.Epochs = None,
     queries: options.LearnQueries = None,
     val: options.Validation = 0.2,
-    watch: options.Watch = None,
+    check: options.Check = None,
     precision: options.Precision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
+    watch: options.OldWatch = None,
     *,
     devices: "Devices",
+    output: console.Output,
 ) -> None:
     """Learn classes from a folder of images; creates the model if it does not exist.
 
@@ -60,8 +58,11 @@ def learn(
     from coda_prompt.data.resolve import labelled
     from coda_prompt.learner import store
     from coda_prompt.learner.classifier import load_or_create
+    from coda_prompt.learner.feedback import LearnerProgress
     from coda_prompt.shutdown import ShutdownFlag
 
+    if watch is not None:
+        raise BadOption("coda learn", "watch", f"it is called --check now: --check {watch}")
     devices = dataclasses.replace(devices, precision=precision or "32-true")
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
@@ -70,23 +71,24 @@ def learn(
             stack.enter_context(store.exclusive_writer(model))
         classifier = load_or_create(model, backbone, method, fabric)
         images = labelled(folder, skip_bad=skip_bad)
-        watched = None if watch is None else labelled(watch, part="test", skip_bad=skip_bad)
+        checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         lesson = f"{images.split.fingerprint()} {images.names}"
         version = len(classifier.tasks_)
-        if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version)):
+        command = resume_command()
+        if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version, command)):
             if rank_zero:
                 store.refresh_copies(model)
                 store.end_lesson(model)
             shown = console.escape_control_characters(str(model))
             typer.echo(ALREADY_LEARNED.format(shown), err=True)
             return
-        _print_lesson(classifier, images, watched)
+        _print_lesson(classifier, images, checked, epochs, output)
         stack.enter_context(stop.handling_signals())
-        with LearnerProgress() as progress:
+        with LearnerProgress(output.quiet) as progress:
             learned = classifier.learn(
                 images,
                 validation=val,
-                watch=watched,
+                check=checked,
                 epochs=epochs,
                 queries=queries,
                 progress=model / store.PROGRESS,
@@ -103,56 +105,8 @@ def learn(
             store.end_lesson(model)  # from now on, the same command is a new lesson
 
 
-@app.command(
-    epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
-    "`find . -name '*.jpg' | coda predict my-model - --csv`; "
-    "`coda predict my-model *.png --top 3 --unknown-below 0.5`"
-)
-def predict(
-    model: options.Model,
-    images: options.Images,
-    top: options.Top = 5,
-    unknown_below: options.UnknownBelow = 0.0,
-    backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
-    device: options.Device = "auto",
-    skip_bad: options.SkipBad = False,
-    as_json: options.AsJson = False,
-    as_csv: options.AsCsv = False,
-) -> None:
-    """Predict the class of images."""
-    from coda_prompt.data.resolve import image_paths
-    from coda_prompt.learner.classifier import ContinualClassifier
-
-    if as_json and as_csv:
-        raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
-    classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
-    if images == ["-"]:
-        images = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-    paths = image_paths(images)
-    missing = [] if skip_bad else [path for path in paths if not Path(path).is_file()]
-    if missing:
-        raise BadImages([BadImage(path, "there is no such file") for path in missing])
-    if not paths:
-        raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
-    with LearnerProgress() as progress:
-        predictions = classifier.predictor.predict(
-            paths,
-            top=top,
-            unknown_below=unknown_below,
-            on_bad=_print_left_out if skip_bad else None,
-            on_event=progress.on_event,
-        )
-        rows = ((console.decode_file_name(paths[index]), each) for index, each in predictions)
-        if as_csv:
-            _print_csv(rows)
-        elif as_json:
-            console.print_json([{"path": path, **each.as_dict()} for path, each in rows])
-        else:
-            console.stdout_console().print(_prediction_table(rows, next_best=top > 1))
-
-
 @app.command(epilog="Example: `coda evaluate my-model test-photos/`")
+@options.with_options(output=options.output_options)
 def evaluate(
     model: options.Model,
     folder: options.Folder,
@@ -161,16 +115,19 @@ def evaluate(
     device: options.Device = "auto",
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Measure the accuracy of a model: overall, per class and per task."""
     from coda_prompt.learner.card import percent
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.feedback import LearnerProgress
 
     classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
-    with LearnerProgress() as progress:
+    with LearnerProgress(output.quiet) as progress:
         evaluation = classifier.evaluate(folder, skip_bad=skip_bad, on_event=progress.on_event)
     for problem in evaluation.left_out:
-        _print_left_out(problem)
+        output.message(f"left out: {problem}")
     if as_json:
         console.print_json(dataclasses.asdict(evaluation))
         return
@@ -200,16 +157,21 @@ def info(
     The backbone is only needed to check whether a file is it (--backbone).
     """
     from coda_prompt.learner import store
-    from coda_prompt.learner.card import percent
+    from coda_prompt.learner.card import TASK_HEADS, task_rows
 
-    description = store.read_model(model).description
+    unfinished = store.unfinished_lesson(model)
+    if unfinished is not None and not (model / store.MODEL).exists():
+        problem = "its first lesson was not finished, so there is no model yet"
+        raise MissingData(model, problem, f"Finish it with: {unfinished}")
+    description = store.read_description(model)
     if backbone is not None:
         from coda_prompt.learner.loading import check_backbone
 
         check_backbone(description.backbone, backbone, model)
     sizes = store.size_on_disk(model)
     if as_json:
-        console.print_json({**description.model_dump(mode="json"), "bytes": sizes})
+        fields = description.model_dump(mode="json")
+        console.print_json({**fields, "bytes": sizes, "unfinished_lesson": unfinished})
         return
     previous = sizes.get(store.PREVIOUS)
     undo = "" if previous is None else f" (and {previous / 1e6:.2f} MB to undo the newest task)"
@@ -226,17 +188,13 @@ def info(
         f"backbone {made_on.name}, for {input_kind(pixels['channels'])}s of {pixels['size']} px, "
         f"fingerprint {made_on.fingerprint[:16]}{origin}"
     )
-    rows = []
-    for number, task in enumerate(description.tasks, 1):
-        classes = (join_names(names, 6) for names in (task.new, task.continued))
-        shares = map(percent, (task.accuracy, task.accuracy_own))
-        rows.append([number, task.date[:10], *classes, sum(task.images.values()), *shares])
-    heads = ["task", "date", "new", "continued", "images", "accuracy", "among own classes"]
-    console.stdout_console().print(console.table(heads, rows))
+    console.stdout_console().print(console.table(TASK_HEADS, task_rows(description.tasks)))
+    if unfinished is not None:
+        console.print_result(f"A lesson was not finished. Finish it with: {unfinished}")
 
 
 @app.command(epilog="Example: `coda undo my-model`")
-def undo(model: options.Model) -> None:
+def undo(model: options.Model, as_json: options.AsJson = False) -> None:
     """Undo the newest task: restores the previous version of the model, bit for bit."""
     from coda_prompt.learner import store
 
@@ -245,6 +203,9 @@ def undo(model: options.Model) -> None:
     with store.exclusive_writer(model):
         store.restore_previous(model)
     restored = store.read_model(model).description
+    if as_json:
+        console.print_json({"classes": restored.classes, "tasks": len(restored.tasks)})
+        return
     counts = f"{len(restored.classes)} classes in {len(restored.tasks)} tasks"
     console.print_message(f"{console.decode_file_name(str(model))}: back to {counts}")
 
@@ -255,6 +216,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Export a model and its backbone as one ONNX graph that runs without torch."""
     from coda_prompt.learner.classifier import ContinualClassifier
@@ -264,67 +226,40 @@ def export(
     if out.is_dir():
         raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
     ContinualClassifier.load(model, backbone=backbone, method=method).export_onnx(out)
-    size = out.stat().st_size / 1e6
-    console.print_message(f"{console.decode_file_name(str(out))}: {size:.1f} MB")
+    name, size = console.decode_file_name(str(out)), out.stat().st_size
+    if as_json:
+        console.print_json({"path": name, "bytes": size})
+    else:
+        console.print_message(f"{name}: {size / 1e6:.1f} MB")
 
 
-class LearnerProgress(console.ProgressBar):
-    """A progress bar over the steps of a training or the images of a pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._line = self.add_task("reading images", total=None)
-
-    def on_event(self, event: "Event") -> None:
-        if event.kind == "pass":
-            self._update("reading images", event.step, event.steps)
-        elif event.kind in ("step", "epoch"):
-            status = f"learning, epoch {event.epoch + 1}/{event.epochs}, loss {event.loss:.2f}"
-            done = event.epoch * event.steps + event.step
-            self._update(status, done, event.epochs * event.steps)
-
-    def _update(self, status: str, done: int, total: int) -> None:
-        self.update(self._line, description=status, completed=done, total=total)
+def resume_command() -> str:
+    """Return the command that is running, for a terminal."""
+    return shlex.join(["coda", *sys.argv[1:]])
 
 
 def _print_lesson(
-    classifier: "ContinualClassifier", images: "Labelled", watched: "Labelled | None"
+    classifier: "ContinualClassifier",
+    images: "Labelled",
+    checked: "Labelled | None",
+    epochs: int | None,
+    output: console.Output,
 ) -> None:
-    """Print what is about to be learned, what was left out, and warnings."""
+    """Print what is about to be learned, how long it takes, what was left out, and warnings."""
     from coda_prompt.learner.advice import summary
+    from coda_prompt.learner.duration import LONG_LESSON, estimate_seconds
 
     if (chosen := classifier.choose_backbone(images)) is not None:
-        console.print_message(chosen)
+        output.message(chosen)
     made_of = f"{classifier.method_name} on {classifier.backbone_name}"
-    console.print_message(f"{summary(images)}; {made_of}")
+    output.message(f"{summary(images)}; {made_of}")
     for problem in images.bad:
-        _print_left_out(problem)
-    for warning in classifier.warnings(images, watched):
+        output.message(f"left out: {problem}")
+    for warning in classifier.warnings(images, checked):
         console.print_message(f"warning: {warning}", style="yellow")
-
-
-def _print_left_out(problem: BadImage | str) -> None:
-    console.print_message(f"left out: {problem}")
-
-
-def _print_csv(rows: Iterable[tuple[str, "Prediction"]]) -> None:
-    """Print one line per image; `label` is empty if the class is unknown."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["path", "label", "unknown", "best", "probability"])
-    for path, each in rows:
-        unknown = str(each.unknown).lower()
-        writer.writerow([path, each.label or "", unknown, each.best, f"{each.probability:.6f}"])
-
-
-def _prediction_table(rows: Iterable[tuple[str, "Prediction"]], *, next_best: bool) -> Table:
-    heads = ["image", "class", "probability", *(["next best"] if next_best else [])]
-    cells = []
-    for path, each in rows:
-        label = f"unknown (best guess: {each.best})" if each.unknown else each.best
-        others = [f"{other.label} {100 * other.probability:.0f} %" for other in each.top[1:]]
-        line = [path, label, f"{100 * each.probability:.1f} %", ", ".join(others)]
-        cells.append(line[: len(heads)])
-    return console.table(heads, cells)
+    seconds = 0.0 if output.quiet else estimate_seconds(classifier.network, images, epochs)
+    if seconds >= LONG_LESSON:
+        output.message(f"this will take about {console.duration(seconds)}")
 
 
 def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model: Path) -> None:
@@ -345,7 +280,7 @@ def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model:
     if learned.forgotten:
         pairs = list(learned.forgotten.values())
         before, after = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
-        lines.append(f"watched classes: {percent(before)} -> {percent(after)}")
+        lines.append(f"checked classes: {percent(before)} -> {percent(after)}")
     size = (model / store.MODEL).stat().st_size / 1e6
     lines.append(
         f"{console.decode_file_name(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"

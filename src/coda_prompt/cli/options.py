@@ -2,12 +2,15 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from coda_prompt.cli.completion import complete_backbone, complete_method
+from coda_prompt.console import Output
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 Model = Annotated[Path, typer.Argument(help="Model folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 SkipBad = Annotated[bool, typer.Option(help="Skip unreadable images instead of failing.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the program's log.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 DeviceCount = Annotated[
     int | None,
@@ -58,7 +65,10 @@ Views = Annotated[
 ]
 Methods = Annotated[
     str | None,
-    typer.Option(help="Comma-separated method names, or `all`. Default: the benchmark's."),
+    typer.Option(
+        autocompletion=complete_method,
+        help="Comma-separated method names, or `all`. Default: the benchmark's.",
+    ),
 ]
 Trials = Annotated[int | None, typer.Option(min=1, help="Number of trials, seeds 0, 1, ….")]
 Data = Annotated[
@@ -100,8 +110,9 @@ Folder = Annotated[
 Backbone = Annotated[
     str | None,
     typer.Option(
+        autocompletion=complete_backbone,
         help="Backbone of a new model: `auto` (pocket for drawings, photo for photographs), or "
-        "NAME, NAME@SIZE, NAME=PATH or PATH; see `coda backbones`. Default: auto."
+        "NAME, NAME@SIZE, NAME=PATH or PATH; see `coda backbones`. Default: auto.",
     ),
 ]
 BackboneFile = Annotated[
@@ -113,8 +124,9 @@ BackboneFile = Annotated[
 Method = Annotated[
     str | None,
     typer.Option(
+        autocompletion=complete_method,
         help="Method of a new model: a name (see `coda methods`) or `file.py:Class`, which has to "
-        "be named every time the model is used."
+        "be named every time the model is used.",
     ),
 ]
 MethodFile = Annotated[
@@ -136,13 +148,26 @@ Validation = Annotated[
     float,
     typer.Option("--val", min=0, max=0.9, help="Share of each class set aside for validation."),
 ]
-Watch = Annotated[
+Check = Annotated[
     Path | None,
     typer.Option(help="Folder with images of old classes: report how much is forgotten."),
 ]
+OldWatch = Annotated[Path | None, typer.Option("--watch", hidden=True)]
 Images = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(help="Files, folders or glob patterns; `-` reads paths from standard input."),
+]
+WatchFolder = Annotated[
+    Path | None,
+    typer.Option("--watch", help="Predict the images that are written to this folder from now on."),
+]
+Camera = Annotated[
+    int | None,
+    typer.Option(min=0, help="Predict frames of the camera with this number; the first is 0."),
+]
+Every = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds between two frames, or two looks at a folder."),
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes to list.")]
 UnknownBelow = Annotated[
@@ -174,6 +199,15 @@ UseValidation = Annotated[
 ]
 
 
+def output_options(quiet: Quiet = False, verbose: Verbose = False) -> Output:
+    """Options that decide how much a command prints."""
+    if quiet and verbose:
+        raise BadOption("the command", "verbose", "ask for --quiet or --verbose, not for both")
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    return Output(quiet)
+
+
 def device_options(
     device: Device = "auto",
     devices: DeviceCount = None,
@@ -187,13 +221,17 @@ def device_options(
 
 
 def override_options(
-    trials: Trials = None, data: Data = None, override: Set = None, precision: Precision = None
+    trials: Trials = None,
+    data: Data = None,
+    override: Set = None,
+    precision: Precision = None,
+    epochs: Epochs = None,
 ) -> "list[Override]":
     """Options shared by every command that loads a benchmark, as fields to override."""
     overrides: list[Override] = [] if data is None else [(("data",), str(data))]
     overrides += override or []
-    fields = {"trials": trials, "precision": precision}
-    return overrides + [((field,), value) for field, value in fields.items() if value is not None]
+    fields = {("trials",): trials, ("precision",): precision, ("training", "epochs"): epochs}
+    return overrides + [(field, value) for field, value in fields.items() if value is not None]
 
 
 def run_options(

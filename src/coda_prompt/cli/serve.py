@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from coda_prompt.cli.options import BackboneFile, Device, MethodFile
-from coda_prompt.console import print_message
+from coda_prompt.cli.options import AsJson, BackboneFile, Device, MethodFile
+from coda_prompt.console import print_json, print_message
 from coda_prompt.errors import BadOption, MissingExtra
 
 app = typer.Typer()
@@ -48,6 +48,7 @@ def serve(
     backbone: BackboneFile = None,
     method: MethodFile = None,
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Serve a model over HTTP: predict, learn, and a web page to draw and teach."""
     try:
@@ -70,7 +71,11 @@ def serve(
             folder, batching=batching, device=device, backbone=backbone, method=method
         )
         url_host = f"[{host}]" if ":" in host else host
-        print_message(f"http://{url_host}:{listener.getsockname()[1]}/  (press Ctrl-C to stop)")
+        url = f"http://{url_host}:{listener.getsockname()[1]}/"
+        if as_json:
+            print_json({"url": url}, line=True)
+        else:
+            print_message(f"{url}  (press Ctrl-C to stop)")
         config = uvicorn.Config(
             make_app(service, policy),
             log_level="warning",

@@ -1,0 +1,160 @@
+"""The command that classifies images: predict."""
+
+import csv
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.table import Table
+
+from coda_prompt import console
+from coda_prompt.cli import options
+from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
+
+if TYPE_CHECKING:
+    from coda_prompt.learner.predictor import Prediction, Predictor
+
+app = typer.Typer()
+
+Row = tuple[str, "Prediction"]
+
+
+@app.command(
+    epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
+    "`find . -name '*.jpg' | coda predict my-model - --csv`; "
+    "`coda predict my-model *.png --top 3 --unknown-below 0.5`; "
+    "`coda predict my-model --watch inbox/ --json`; `coda predict my-model --camera 0`"
+)
+@options.with_options(output=options.output_options)
+def predict(
+    model: options.Model,
+    images: options.Images = None,
+    top: options.Top = 5,
+    unknown_below: options.UnknownBelow = 0.0,
+    watch: options.WatchFolder = None,
+    camera: options.Camera = None,
+    every: options.Every = 0.5,
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+    device: options.Device = "auto",
+    skip_bad: options.SkipBad = False,
+    as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
+    *,
+    output: console.Output,
+) -> None:
+    """Predict the class of images: files, new files of a folder, or frames of a camera.
+
+    --watch and --camera run until Ctrl-C and print a line for each image; with --json, one JSON
+    object per line.
+    """
+    from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.feedback import LearnerProgress
+
+    if as_json and as_csv:
+        raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
+    if sum((bool(images), watch is not None, camera is not None)) > 1:
+        problem = "name images, or use --watch or --camera; not several of them"
+        raise BadOption("coda predict", "images", problem)
+    classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
+    answer: dict[str, Any] = {"top": top, "unknown_below": unknown_below}
+    if watch is not None or camera is not None:
+        rows = _live_rows(classifier.predictor, watch, camera, every, answer, output)
+        _print_lines(rows, as_json, as_csv)
+        return
+    paths = _find_images(images or [], skip_bad, output)
+    with LearnerProgress(output.quiet) as progress:
+        predictions = classifier.predictor.predict(
+            paths,
+            on_bad=_left_out if skip_bad else None,
+            on_event=progress.on_event,
+            **answer,
+        )
+        rows = ((console.decode_file_name(paths[index]), each) for index, each in predictions)
+        if as_csv:
+            _print_lines(rows, as_json, as_csv)
+        elif as_json:
+            console.print_json([{"path": path, **each.as_dict()} for path, each in rows])
+        else:
+            console.stdout_console().print(_prediction_table(rows, next_best=top > 1))
+
+
+def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> list[str]:
+    """Return the paths of the images to predict."""
+    from coda_prompt.data.inputs import image_paths
+
+    if names == ["-"]:
+        names = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+    paths = image_paths(names, lambda hint: output.message(f"note: {hint}"))
+    missing = [] if skip_bad else [path for path in paths if not Path(path).is_file()]
+    if missing:
+        raise BadImages([BadImage(path, "there is no such file") for path in missing])
+    if not paths:
+        remedy = "Name files or folders, or use --watch or --camera."
+        raise MissingData("coda predict", "there is no image to predict", remedy)
+    return paths
+
+
+def _live_rows(
+    predictor: "Predictor",
+    folder: Path | None,
+    camera: int | None,
+    every: float,
+    answer: dict[str, Any],
+    output: console.Output,
+) -> Iterator[Row]:
+    """Predict images as they arrive, until Ctrl-C or SIGTERM."""
+    from coda_prompt.data.inputs import image_items
+    from coda_prompt.data.live import camera_frames, new_files
+    from coda_prompt.shutdown import ShutdownFlag
+
+    stop = ShutdownFlag()
+    with stop.handling_signals():
+        arriving: Iterator[tuple[str, Any]]
+        if folder is not None:
+            name = console.decode_file_name(str(folder))
+            output.message(f"waiting for new images in {name} (press Ctrl-C to stop)")
+            arriving = ((path, path) for path in new_files(folder, stop, every))
+        else:
+            output.message(f"camera {camera} (press Ctrl-C to stop)")
+            frames = camera_frames(camera or 0, stop, every)
+            arriving = ((f"camera {camera}", frame) for frame in frames)
+        for name, image in arriving:
+            items = image_items([image], "bgr" if folder is None else "rgb")
+            for _, prediction in predictor.predict(items, on_bad=_left_out, **answer):
+                yield console.decode_file_name(name), prediction
+
+
+def _left_out(problem: BadImage) -> None:
+    console.print_message(f"left out: {problem}")
+
+
+def _print_lines(rows: Iterable[Row], as_json: bool, as_csv: bool) -> None:
+    """Print one line per image; in CSV, `label` is empty if the class is unknown."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    if as_csv:
+        writer.writerow(["path", "label", "unknown", "best", "probability"])
+    for path, each in rows:
+        if as_json:
+            console.print_json({"path": path, **each.as_dict()}, line=True)
+        elif as_csv:
+            unknown = str(each.unknown).lower()
+            writer.writerow([path, each.label or "", unknown, each.best, f"{each.probability:.6f}"])
+        else:
+            console.print_result("  ".join(_cells(path, each)))
+        sys.stdout.flush()
+
+
+def _prediction_table(rows: Iterable[Row], *, next_best: bool) -> Table:
+    heads = ["image", "class", "probability", *(["next best"] if next_best else [])]
+    cells = [_cells(path, each)[: len(heads)] for path, each in rows]
+    return console.table(heads, cells)
+
+
+def _cells(path: str, each: "Prediction") -> list[str]:
+    """Return the name of an image, its class, the probability and the next best classes."""
+    label = f"unknown (best guess: {each.best})" if each.unknown else each.best
+    others = [f"{other.label} {100 * other.probability:.0f} %" for other in each.top[1:]]
+    return [path, label, f"{100 * each.probability:.1f} %", ", ".join(others)]

@@ -1,0 +1,179 @@
+"""The command line around a model: info without torch, feedback, watching, completion."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from drawings import NAMES, drawings, taught
+from PIL import Image
+from test_inputs import FakeCapture
+from typer.testing import CliRunner, Result
+
+from coda_prompt import cli
+from coda_prompt.cli.completion import complete_backbone, complete_method
+from coda_prompt.data import live
+from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData, MissingExtra
+from coda_prompt.learner import duration, feedback, store
+from coda_prompt.learner.feedback import LearnerProgress
+from coda_prompt.methods import METHODS
+from coda_prompt.model.catalog import CATALOG
+from coda_prompt.training.settings import Event
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("command") / "model"
+    taught(range(2), method="ncm").save(folder)
+    return folder
+
+
+@pytest.fixture
+def png(tmp_path: Path) -> Path:
+    Image.fromarray(drawings([0], 1)[0][0]).save(tmp_path / "image.png")
+    return tmp_path / "image.png"
+
+
+def coda(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(each) for each in arguments])
+
+
+def test_info_does_not_load_torch(model: Path) -> None:
+    program = (
+        "import sys; from coda_prompt.cli import app; from typer.testing import CliRunner; "
+        f"done = CliRunner().invoke(app, ['info', {str(model)!r}, '--json']); "
+        "print(done.exit_code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "False"]
+
+
+def test_info_says_how_to_finish_a_lesson(model: Path, tmp_path: Path) -> None:
+    store.begin_lesson(tmp_path, "images", 0, "coda learn my-model 'my photos'")
+    refused = coda("info", tmp_path)
+    assert isinstance(refused.exception, MissingData)
+    assert "first lesson was not finished" in str(refused.exception)
+    assert str(refused.exception).endswith("Finish it with: coda learn my-model 'my photos'")
+    store.begin_lesson(model, "images", 1, "coda learn again")
+    assert "Finish it with: coda learn again" in coda("info", model).output
+    assert json.loads(coda("info", model, "--json").output)["unfinished_lesson"]
+    store.end_lesson(model)
+    assert "not finished" not in coda("info", model).output
+
+
+def test_an_interruption_names_the_command_that_resumes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    monkeypatch.setattr(sys, "argv", ["coda", "learn", "model", "my photos"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "Resume with: coda learn model 'my photos'" in capsys.readouterr().err
+
+
+def test_old_name_of_check_is_refused_with_the_new_one(model: Path) -> None:
+    refused = coda("learn", model, "photos", "--watch", "validation")
+    assert isinstance(refused.exception, BadOption)
+    assert "--check validation" in str(refused.exception)
+
+
+def test_quiet_prints_the_result_only(model: Path, png: Path) -> None:
+    for verbosity in ([], ["--quiet"]):
+        done = coda("predict", model, png, "--json", *verbosity)
+        assert json.loads(done.stdout)[0]["best"] == NAMES[0]
+        assert not done.stderr
+    refused = coda("predict", model, png, "--quiet", "--verbose")
+    assert isinstance(refused.exception, BadOption)
+
+
+def test_predict_watches_a_folder(model: Path, png: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "new_files", lambda *_: iter([str(png), str(png)]))
+    done = coda("predict", model, "--watch", png.parent, "--json", "--top", "1")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["best"] for line in lines] == [NAMES[0]] * 2
+    assert "waiting for new images" in done.stderr
+    both = coda("predict", model, png, "--watch", png.parent)
+    assert isinstance(both.exception, BadOption)
+
+
+def test_predict_reads_a_camera(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("cv2")
+    module.VideoCapture = FakeCapture  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cv2", module)
+    done = coda("predict", model, "--camera", 0, "--every", 0, "--csv")
+    rows = [line.split(",")[0] for line in done.stdout.splitlines()]
+    assert rows == ["path", "camera 0", "camera 0"]
+    assert "gives no frame" in str(done.exception)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    assert isinstance(coda("predict", model, "--camera", 0).exception, MissingExtra)
+
+
+def test_progress_is_printed_in_lines_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(feedback, "LINE_INTERVAL", 0.0)
+    for quiet in (True, False):
+        with LearnerProgress(quiet) as progress:
+            for step in range(1, 4):
+                progress.on_event(Event("step", 0, 1, epoch=0, epochs=2, step=step, steps=4))
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (0 if quiet else 3)
+    assert lines[0].startswith("learning, epoch 1/2")
+    assert "12 %" in lines[0]
+
+
+def test_long_lessons_are_announced(
+    tmp_path: Path, drawing_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duration, "LONG_LESSON", 0.0)
+    done = coda("learn", tmp_path / "model", drawing_folders / "task-1", "--method", "ncm")
+    assert done.exit_code == 0, done.exception
+    assert "this will take about" in done.stderr
+
+
+def test_names_are_completed_without_torch() -> None:
+    assert complete_method("") == sorted(METHODS)
+    assert complete_method("coda") == [name for name in sorted(METHODS) if name.startswith("coda")]
+    assert complete_backbone("") == sorted(["auto", *CATALOG])
+    program = (
+        "import sys; from coda_prompt.cli.completion import complete_method, complete_backbone; "
+        "complete_method('c'), complete_backbone('v'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"]
+
+
+def test_every_command_has_json() -> None:
+    group: Any = typer.main.get_command(cli.app)
+    without = [
+        name
+        for name, command in group.commands.items()
+        if not any("--json" in parameter.opts for parameter in command.params)
+    ]
+    assert without == []
+
+
+def test_bench_takes_epochs() -> None:
+    done = coda("bench", "pocket", "--methods", "coda-p", "--trials", 1, "--epochs", 3, "--dry-run")
+    (run,) = json.loads(done.stdout)["runs"]
+    assert run["training"]["epochs"] == 3
+
+
+def test_errors_of_the_hub_are_ours_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise RuntimeError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(HfApi, "create_repo", unreachable)
+    with pytest.raises(CodaError, match="could not be uploaded"):
+        taught(range(2), method="ncm").push_to_hub("owner/name", token="x")
