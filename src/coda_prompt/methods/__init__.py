@@ -23,8 +23,10 @@ from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
 from coda_prompt.methods.inflora import InfLoRA
 from coda_prompt.methods.l2p import L2P
+from coda_prompt.methods.loranpac import LoRanPAC
 from coda_prompt.methods.lwf import LearningWithoutForgetting
 from coda_prompt.methods.options import make_config, option_meanings
+from coda_prompt.methods.osprompt import OSPrompt
 from coda_prompt.methods.replay import ExperienceReplay
 from coda_prompt.methods.sdlora import SDLoRA
 from coda_prompt.methods.slda import StreamingLDA
@@ -63,6 +65,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             CodaRanPAC,
             SDLoRA,
             InfLoRA,
+            OSPrompt,
+            LoRanPAC,
         )
         for name, options in method.variants.items()
     }
