@@ -36,12 +36,9 @@ class LowRankDelta(nn.Module):
         self, config: ViTConfig, targets: Sequence[Target], *, shared_down: bool = False
     ) -> None:
         super().__init__()
-        inputs = {
-            target: config.mlp_width if target == "fc2" else config.width for target in targets
-        }
-        outputs = {
-            target: config.mlp_width if target == "fc1" else config.width for target in targets
-        }
+        width, hidden = config.width, config.mlp_width
+        inputs: dict[str, int] = {each: hidden if each == "fc2" else width for each in targets}
+        outputs = {each: hidden if each == "fc1" else width for each in targets}
         if shared_down:
             inputs = {"shared": inputs[targets[0]]}
         self.shared_down = shared_down
