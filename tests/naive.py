@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from coda_prompt.model.vit import Prefixes, ViT, ViTConfig
+from coda_prompt.model.vit import Prefix, ViT, ViTConfig
+
+NaivePrefixes = Mapping[int, Prefix | Callable[[Tensor], Prefix]]
+"""Keys and values of blocks, or a function of the class token that enters the block."""
 
 
 def random_vit(config: ViTConfig, seed: int = 0) -> ViT:
@@ -22,8 +26,16 @@ def random_vit(config: ViTConfig, seed: int = 0) -> ViT:
     return vit.requires_grad_(False).eval()
 
 
-def naive_features(vit: ViT, images: Tensor, prefixes: Prefixes | None = None) -> Tensor:
-    """All tokens through all blocks, one image, head and query at a time."""
+def naive_features(
+    vit: ViT,
+    images: Tensor,
+    prefixes: NaivePrefixes | None = None,
+    changes: Mapping[tuple[int, str], Tensor] | None = None,
+) -> Tensor:
+    """All tokens through all blocks, one image, head and query at a time.
+
+    `changes` are added to the weights of queries, keys and values: (block, "q") -> D x D.
+    """
     config, weights = vit.config, vit.state_dict()
 
     def norm(tokens: Tensor, name: str) -> Tensor:
@@ -41,11 +53,19 @@ def naive_features(vit: ViT, images: Tensor, prefixes: Prefixes | None = None) -
     def scaled(tokens: Tensor, name: str) -> Tensor:
         return tokens * weights[f"{name}.gamma"] if config.layer_scale else tokens
 
-    def attend(tokens: Tensor, block: int, image: int) -> Tensor:
-        query, key, value = linear(tokens, f"blocks.{block}.attn.qkv").split(config.width, dim=-1)
+    def attend(tokens: Tensor, block: int, image: int, class_token: Tensor) -> Tensor:
+        query, key, value = (
+            rows + tokens @ changes[block, name].T if changes and (block, name) in changes else rows
+            for name, rows in zip(
+                "qkv",
+                linear(tokens, f"blocks.{block}.attn.qkv").split(config.width, dim=-1),
+                strict=True,
+            )
+        )
         if prefixes is not None and block in prefixes:
-            key = torch.cat([prefixes[block][0][image], key])
-            value = torch.cat([prefixes[block][1][image], value])
+            prefix = prefixes[block]
+            pair = prefix(class_token) if callable(prefix) else [rows[image] for rows in prefix]
+            key, value = torch.cat([pair[0], key]), torch.cat([pair[1], value])
         channels = config.width // config.heads
         rows = []
         for token in range(len(tokens)):
@@ -96,7 +116,7 @@ def naive_features(vit: ViT, images: Tensor, prefixes: Prefixes | None = None) -
         tokens = torch.cat([class_token, *registers, patches(images[image]) + position])
         for block in range(config.depth):
             name = f"blocks.{block}"
-            attended = attend(norm(tokens, f"{name}.norm1"), block, image)
+            attended = attend(norm(tokens, f"{name}.norm1"), block, image, tokens[0])
             tokens = tokens + scaled(attended, f"{name}.ls1")
             hidden = gelu(linear(norm(tokens, f"{name}.norm2"), f"{name}.mlp.fc1"))
             tokens = tokens + scaled(linear(hidden, f"{name}.mlp.fc2"), f"{name}.ls2")

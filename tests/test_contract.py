@@ -68,6 +68,7 @@ def frozen_parts(method: Method) -> dict[str, Tensor]:
     kinds = {
         "CodaPrompt": ("components", "keys", "attention"),
         "DualPrompt": ("experts", "keys"),
+        "OSPrompt": ("components", "keys"),
     }.get(type(method).__name__, ())
     parts = {kind: getattr(method, kind).frozen.clone() for kind in kinds}
     assert isinstance(method, PromptMethod)

@@ -226,6 +226,13 @@ def test_report_compares_with_published_numbers(tmp_path: Path) -> None:
     assert lines["dualprompt"][1:3] == ["71.32 ± 0.62", "-1.3"]
 
 
+def test_a_published_number_of_another_backbone_names_it(tmp_path: Path) -> None:
+    paper_run("cifar-100-10", "inflora", tmp_path, 0.87)
+    runs = report.read_runs(tmp_path)
+    found = next(t for t in tables.full(report.rows(runs), runs) if "paper" in t.title)
+    assert found.cells[0][2] == "86.51 ± 0.73 (vit-b16-in21k)"
+
+
 def test_every_published_row_has_a_preset_with_that_row() -> None:
     for name in ("imagenet-r-5", "imagenet-r-10", "imagenet-r-20", "cifar-100-10", "domainnet-5",
                  "imagenet-r-dual-shift", "imagenet-r-10-ablations"):  # fmt: skip

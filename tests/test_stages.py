@@ -254,6 +254,31 @@ def test_a_task_without_stages_is_legal() -> None:
     assert method.log == [("prepare", 18), ("fit", (18, 32), (18, 32))]
 
 
+class Concludes(LowRankWithAlignment):
+    concludes_on = "augmented"
+
+    def conclude(self, batches: Iterator[TrainingBatch]) -> None:
+        assert not torch.is_grad_enabled()
+        seen = [batch.images for batch in batches if isinstance(batch.images, Tensor)]
+        self.log.append(("conclude", sum(len(images) for images in seen)))
+        self.images = torch.cat(seen)
+
+
+class ConcludesPlain(Concludes):
+    concludes_on = "plain"
+
+
+def test_a_task_is_concluded_after_training_with_its_own_view_of_the_images() -> None:
+    method, (first, _) = made(Concludes), two_tasks()
+    driver = Engine(AUGMENTED_VIEWS, Training(batch_size=8))
+    driver.learn(method, first)
+    assert [entry[0] for entry in method.log[-3:]] == ["end", "conclude", "fit"]
+    assert method.log[-2] == ("conclude", len(first.train))
+    plain = made(ConcludesPlain)
+    driver.learn(plain, first)
+    assert not torch.equal(plain.images, method.images)
+
+
 def test_optimizers_and_groups_are_those_of_the_stage() -> None:
     method = made()
     method.begin_task(TaskBrief(0, 0, (0, 1, 2), torch.zeros(0, dtype=torch.int64)))

@@ -228,7 +228,10 @@ def sweep_rows(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
 
 @cache
 def published(benchmark: str) -> dict[str, Any]:
-    """Read the paper's numbers: A and F as [mean, std], params as [trained, final], in %."""
+    """Read published numbers: A, F and average as [mean, std], params as [trained, final], in %.
+
+    A row may have a `source` other than the CODA-Prompt paper and a `backbone` of its own.
+    """
     text = Path(__file__).with_name("published.yaml").read_text("utf-8")
     return yaml.safe_load(text).get(benchmark, {})
 

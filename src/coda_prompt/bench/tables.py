@@ -20,8 +20,8 @@ from coda_prompt.storage.files import as_json
 
 Row = Mapping[str, Any]
 DASH = "-"
-PAIRS = {"A": ("mean", "std"), "F": ("mean", "std"), "params": ("trained", "final"),
-         "interval": ("low", "high")}  # fmt: skip
+PAIRS = {"A": ("mean", "std"), "F": ("mean", "std"), "average": ("mean", "std"),
+         "params": ("trained", "final"), "interval": ("low", "high")}  # fmt: skip
 """Column suffixes of pairs in a CSV file."""
 
 ACCURACY = {
@@ -176,6 +176,8 @@ def _comparison_with_paper(rows: Sequence[Row]) -> Table:
             mean = row[measured]["mean"]
             line.append(cell(row, measured))
             line.append(DASH if paper_mean is None else _with_deviation(paper_mean, paper_std, 2))
+            if paper_mean is not None and "backbone" in published:
+                line[-1] += f" ({published['backbone']})"
             line.append(DASH if None in (paper_mean, mean) else f"{mean - paper_mean:+.1f}")
         shares = [row[name]["mean"] for name in ("trained_parameters", "final_parameters")]
         line.append(" / ".join(f"{share:.1f}" for share in shares))

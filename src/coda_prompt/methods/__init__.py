@@ -21,10 +21,14 @@ from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
 from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
+from coda_prompt.methods.inflora import InfLoRA
 from coda_prompt.methods.l2p import L2P
+from coda_prompt.methods.loranpac import LoRanPAC
 from coda_prompt.methods.lwf import LearningWithoutForgetting
 from coda_prompt.methods.options import make_config, option_meanings
+from coda_prompt.methods.osprompt import OSPrompt
 from coda_prompt.methods.replay import ExperienceReplay
+from coda_prompt.methods.sdlora import SDLoRA
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
@@ -59,6 +63,10 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             RanPAC,
             StreamingLDA,
             CodaRanPAC,
+            SDLoRA,
+            InfLoRA,
+            OSPrompt,
+            LoRanPAC,
         )
         for name, options in method.variants.items()
     }

@@ -7,6 +7,7 @@ The engine drives a method; a method never touches files, devices or optimizers:
     for stage in stages():         none: nothing trains
         loss(batch) ...            one per step
         end_stage(stage)
+    conclude(batches)              a statistics pass, if `concludes_on` asks for one
     fit(features, queries, labels) on all images of the task, if `fits`
     end_task()
 
@@ -112,6 +113,8 @@ class Method(nn.Module):
     """Whether a task ends with `fit` on the features of all its images, un-augmented."""
     prepares_on: ClassVar[Literal["augmented", "plain"] | None] = None
     """The images of the task that `prepare` sees before training; None: there is no such pass."""
+    concludes_on: ClassVar[Literal["augmented", "plain"] | None] = None
+    """The images of the task that `conclude` sees after training; None: there is no such pass."""
     learning_rate: ClassVar[float] = 1e-3
     """The learning rate of the paper for this family, unless the training settings have one."""
     temperature: ClassVar[float] = 1.0
@@ -165,6 +168,9 @@ class Method(nn.Module):
 
     def prepare(self, batches: Iterator[TrainingBatch]) -> None:
         """Look at all images of the task before training; called if `prepares_on` is set."""
+
+    def conclude(self, batches: Iterator[TrainingBatch]) -> None:
+        """Look at all images of the task after training; called if `concludes_on` is set."""
 
     def stages(self) -> Sequence[Stage]:
         """The training stages of the current task; empty: nothing trains."""

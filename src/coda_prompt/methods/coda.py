@@ -119,20 +119,45 @@ class CodaPrompt(PromptMethod):
     config: CodaConfig
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        """p = sum_m alpha_m P_m (eq. 3), over frozen and open components."""
-        sums = []  # blocks x B x LD
-        if self.components.frozen.shape[1]:
-            banks = (self.keys, self.attention) if self.config.attention else (self.keys,)
-            products = self._frozen_products(*(bank.frozen for bank in banks))
-            sums.append(component_weights(queries, products) @ self.components.frozen.flatten(2))
-        if self.components.trainable is not None and self.keys.trainable is not None:
-            products = key_products(self.keys.trainable, self.attention.trainable)
-            sums.append(component_weights(queries, products) @ self.components.trainable.flatten(2))
-        if not sums:
+        prompts = self.prompts(queries)
+        if prompts is None:
             return {}
-        prompts = sum(sums[1:], sums[0]).unflatten(2, (self.config.length, -1))
         keys, values = prompts.chunk(2, dim=2)  # each blocks x B x L/2 x D
         return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
+
+    def prompts(self, queries: Tensor, blocks: slice = slice(None)) -> Tensor | None:
+        """p = sum_m alpha_m P_m (eq. 3), over frozen and open components; None without any.
+
+        Args:
+            queries: B x D.
+            blocks: Positions among the prompted blocks; default: all of them.
+
+        Returns:
+            Blocks x B x L x D.
+        """
+        sums = [  # blocks x B x LD
+            component_weights(queries, products) @ components.flatten(2)
+            for products, components in self.components_of(blocks)
+        ]
+        if not sums:
+            return None
+        return sum(sums[1:], sums[0]).unflatten(2, (self.config.length, -1))
+
+    def components_of(self, blocks: slice = slice(None)) -> list[tuple[KeyProducts, Tensor]]:
+        """The key products of some blocks and their components: of frozen rows, of open rows."""
+        parts = []
+        if self.components.frozen.shape[1]:
+            banks = (self.keys, self.attention) if self.config.attention else (self.keys,)
+            keys, squares = self._frozen_products(*(bank.frozen for bank in banks))
+            products = (keys[blocks], None if squares is None else squares[blocks])
+            parts.append((products, self.components.frozen[blocks]))
+        if self.components.trainable is not None and self.keys.trainable is not None:
+            attention = self.attention.trainable
+            products = key_products(
+                self.keys.trainable[blocks], None if attention is None else attention[blocks]
+            )
+            parts.append((products, self.components.trainable[blocks]))
+        return parts
 
     def penalty(self) -> Tensor:
         """lambda (L(P) + L(K) + L(A)), L(B) = |B B^T - I| (eqs. 6 and 7)."""

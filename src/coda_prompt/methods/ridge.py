@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Method, MethodConfig, TaskBrief, full_precision
+from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.options import STRICT
+from coda_prompt.methods.random_features import (
+    CHUNK_SIZE,
+    RandomFeatureMethod,
+    RandomFeatures,
+    default_projected,
+)
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 
@@ -30,8 +34,6 @@ MIN_SELECTION_IMAGES = 10
 DEFAULT_RIDGE = 1e-5
 """Ridge as a fraction of the Gram matrix's trace until it can be selected; works well on pocket."""
 MAX_WIDTH = 20_000
-CHUNK_SIZE = 4096
-"""Images projected at once."""
 MAX_IMAGE_SHARE = 0.5
 """Maximum share of a row of a task's Gram matrix that may come from one image."""
 MIN_RIDGE = 1e-6
@@ -53,39 +55,24 @@ class RidgeConfig(MethodConfig):
     """Weight all classes equally, regardless of their number of images. Enabled by `coda learn`."""
 
 
-class RidgeClassifier(Method):
+class RidgeClassifier(RandomFeatureMethod):
     """Mixin that classifies with `statistics`; list it before the method family in the bases."""
 
-    fits = True
-    temperature = 0.1  # scores are between 0 and 1; typical of the values fitted on pocket
     config: RidgeConfig
+    statistics: RandomRidge
 
     def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
         super().__init__(backbone, config)
         features = backbone.config.width
-        width = config.width or min(10_000, 16 * features)
+        width = config.width or default_projected(features)
         self.statistics = RandomRidge(
             features, width, config.ridge, blend=config.blend, balance=config.balance
         )
 
-    def begin_task(self, brief: TaskBrief) -> None:
-        super().begin_task(brief)
-        seed = keyed_generator(brief.seed, "projection").initial_seed() % 2**32
-        self.statistics.grow(self.classes_seen, seed)
 
-    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        self.statistics.fit(features, labels, len(self.task_sizes))
-
-    def _is_consistent(self) -> bool:
-        statistics = self.statistics
-        rows = {len(statistics.sums), len(statistics.weight), len(statistics.counts)}
-        return super()._is_consistent() and rows == {self.classes_seen}
-
-
-class RandomRidge(nn.Module):
+class RandomRidge(RandomFeatures):
     """Running sums over all classes seen, and the ridge regression solved from them."""
 
-    seed: Tensor
     gram: Tensor
     ridge: Tensor
     errors: Tensor
@@ -99,30 +86,12 @@ class RandomRidge(nn.Module):
         blend: bool = False,
         balance: bool = False,
     ) -> None:
-        super().__init__()
-        self.width, self.projected, self.fixed_ridge = width, projected, ridge
-        self.blend, self.balance = blend, balance
-        self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
+        super().__init__(width, projected)
+        self.fixed_ridge, self.blend, self.balance = ridge, blend, balance
         # Upper triangle of the symmetric Gram matrix, row by row.
         self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
-        self.sums, self.weight = Bank(groups=projected), Bank(groups=projected)
-        self.counts = Bank(dtype=torch.int64)
         self.register_buffer("ridge", torch.tensor(ridge or 0.0))
         self.register_buffer("errors", torch.zeros(len(RIDGE_CANDIDATES)))
-        self._projection: tuple[int, Tensor] | None = None
-
-    @property
-    def classes(self) -> int:
-        return len(self.sums)
-
-    def grow(self, classes: int, seed: int) -> None:
-        """Add zero columns up to `classes` classes. Only the first call sets the seed."""
-        if not self.classes:
-            self.seed = self.seed.new_tensor(seed)
-        new = classes - self.classes
-        self.sums.append(torch.zeros(self.projected, new))
-        self.weight.append(torch.zeros(self.projected, new))
-        self.counts.append(torch.zeros(new))
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add the images of a task to the sums and solve the regression again."""
@@ -153,30 +122,6 @@ class RandomRidge(nn.Module):
         damped.diagonal().add_(ridge)
         solved = torch.cholesky_solve(targets, torch.linalg.cholesky(damped))
         self.weight.frozen = solved.to(self.weight.frozen).contiguous()
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Compute the scores, B x classes."""
-        hidden = self.hidden(features)
-        with full_precision(features.device):
-            return hidden @ self.weight.frozen
-
-    def hidden(self, features: Tensor) -> Tensor:
-        """Compute h = ReLU(f W), n x projected."""
-        with full_precision(features.device):
-            features = features.to(self.weight.frozen.dtype)
-            return F.relu(features @ self.projection(features))
-
-    def projection(self, like: Tensor) -> Tensor:
-        """Return W, drawn from its seed instead of stored; NumPy's RandomState never changes."""
-        cached = self._projection
-        if cached is not None and torch.compiler.is_exporting():
-            return cached[1]  # an exported graph cannot read the value of the seed
-        seed = int(self.seed)
-        if cached is None or cached[0] != seed or cached[1].device != like.device:
-            shape = (self.width, self.projected)
-            values = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
-            cached = self._projection = (seed, torch.from_numpy(values).to(like.device))
-        return cached[1].to(like.dtype)
 
     def _added(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the class sums of a task, and the random features no single image dominates.

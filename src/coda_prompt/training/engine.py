@@ -172,7 +172,7 @@ class Engine(Passes):
                 method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
                 if method.prepares_on is not None:
                     with torch.no_grad():
-                        method.prepare(self._all_batches(run))
+                        method.prepare(self._all_batches(run, method.prepares_on))
                 stages, epochs_before = method.stages(), 0
                 first = 0 if resumed is None else resumed.stage
                 if resumed is not None and first >= len(stages):
@@ -184,6 +184,9 @@ class Engine(Passes):
                         losses = self._train_stage(run, stage, position, epochs_before)
                         method.end_stage(stage)
                     epochs_before += stage.epochs or self.training.epochs
+                if method.concludes_on is not None:
+                    with torch.no_grad():
+                        method.conclude(self._all_batches(run, method.concludes_on))
                 if method.fits:
                     features, queries = self._features_and_queries(method, task.train)
                     method.fit(features, queries, labels.to(features.device))
@@ -192,14 +195,13 @@ class Engine(Passes):
             self.queries.tables.pop(task.train, None)
         return losses
 
-    def _all_batches(self, run: _TaskRun) -> Iterator[TrainingBatch]:
-        """Yield all images of the task in order, in every process."""
+    def _all_batches(self, run: _TaskRun, view: str) -> Iterator[TrainingBatch]:
+        """Yield all images of the task, augmented or plain, in order, in every process."""
         training = self.training
         size = training.micro_batch or training.batch_size
         positions = range(len(run.train))
         order = [list(positions[first : first + size]) for first in positions[::size]]
-        augmented = run.method.prepares_on == "augmented"
-        epoch = Epoch(training.seed, run.index, 0, training.views) if augmented else None
+        epoch = Epoch(training.seed, run.index, 0, training.views) if view == "augmented" else None
         workers = training.workers
         for batch in batches(
             run.train, self.views, order, epoch=epoch, workers=workers, dtype=self.dtype
@@ -209,7 +211,7 @@ class Engine(Passes):
             batch = self.fabric.to_device(batch)
             with self.fabric.autocast():
                 images, queries = self.queries.see(run.method, batch, run.train)
-                yield TrainingBatch(images, batch.labels, queries, None, "prepare")
+                yield TrainingBatch(images, batch.labels, queries, None, "statistics")
 
     # -- stages
 
