@@ -36,7 +36,8 @@ class LoRanPACConfig(MethodConfig):
     """Options of LoRanPAC."""
 
     width: int | None = Field(default=None, ge=1, le=100_000)
-    """Number of random features (E). Default: 16 per backbone feature, at most 10,000."""
+    """Number of random features (E). Default: 16 per backbone feature, at most 10,000. Worst where
+    it is close to the number of images; use several times as many."""
     kept: float = Field(default=0.75, gt=0, le=1)
     """Share of the spectrum that is kept: of the images so far, and of the random features."""
     max_rank: int = Field(default=10_000, ge=1)
