@@ -92,7 +92,7 @@ def test_skip_bad_leaves_out_unreadable_images(tmp_path: Path) -> None:
     (data / "b" / "knot.png").symlink_to(data / "b" / "knot.png")
     SOURCE.train.image(0).save(data / "loose.png")
     (data / "empty").mkdir()
-    for name in ("photo.heic", "PHOTO.HEIC", "note"):
+    for name in ("photo.svg", "PHOTO.SVG", "note"):
         (data / "a" / name).write_bytes(b"x")
     with pytest.raises(BadImages, match="class 'empty' has no image") as refused:
         ContinualClassifier(method="ncm").learn(data)
@@ -106,7 +106,7 @@ def test_skip_bad_leaves_out_unreadable_images(tmp_path: Path) -> None:
     assert "'all bad' has no image that can be read" in printed
     assert "1 images beside the class folders" in printed
     assert "'empty' has no image" in printed
-    assert "2 with .heic, 1 with no ending" in printed
+    assert "2 with .svg, 1 with no ending" in printed
     shown = coda("learn", str(tmp_path / "model"), str(data), "--skip-bad")
     assert shown.returncode == 0
     assert len(re.findall(r"left out:\s+/", shown.stderr)) == 37

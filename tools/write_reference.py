@@ -59,7 +59,7 @@ def _command(name: str, command: Any) -> str:
             getattr(parameter, "help", None) or "",
         )
         for parameter in command.params
-        if parameter.name != "help"
+        if parameter.name != "help" and not getattr(parameter, "hidden", False)
     ]
     text = f"## coda {name}\n\n{inspect.cleandoc(command.help or '')}\n\n    {usage}\n\n"
     text += _table(("argument or option", "default", "meaning"), rows)

@@ -96,7 +96,9 @@ def print_result(text: str) -> None:
 
 def print_message(text: str, style: str | None = None) -> None:
     """Print plain text to standard error, without markup and with control characters escaped."""
-    stderr_console().print(escape_control_characters(text), markup=False, style=style)
+    stderr_console().print(
+        escape_control_characters(text), markup=False, style=style, soft_wrap=True
+    )
 
 
 def print_json(content: object, *, line: bool = False) -> None:
