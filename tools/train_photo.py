@@ -130,7 +130,8 @@ DISTIL = Stage(
 REFINE = dataclasses.replace(
     DISTIL, name="refine", number=1, images=19_200, learning_rate=4e-5, kept_patches=64
 )
-STAGES = (DISTIL, REFINE)
+REFINE_AGAIN = dataclasses.replace(REFINE, name="refine-again", number=2, images=38_400)
+STAGES = (DISTIL, REFINE, REFINE_AGAIN)
 
 
 def saliency_encoder(path: Path) -> dict[str, Tensor]:

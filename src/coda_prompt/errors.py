@@ -206,6 +206,13 @@ class FolderBusy(CodaError):
         )
 
 
+class CannotEdit(CodaError):
+    """What was taught cannot be changed as asked."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"Not possible: {reason}.{remedy and f' {remedy}'}")
+
+
 class ModelChanged(CodaError):
     def __init__(self, folder: object) -> None:
         super().__init__(
@@ -223,10 +230,12 @@ class UnfinishedLesson(CodaError):
 
 
 class NothingToUndo(CodaError):
-    def __init__(self, what: object) -> None:
+    def __init__(self, what: object, number: int | None = None, *, redo: bool = False) -> None:
+        kind = "later" if redo else "earlier"
+        wanted = f"no {kind} version" if number is None else f"no version {number}"
         super().__init__(
-            f"{what} has no earlier version to restore: only the version before the newest task is "
-            "saved."
+            f"{what} has {wanted} to restore. The last ten versions are stored: 'coda history' "
+            "lists them."
         )
 
 

@@ -1,4 +1,4 @@
-"""Commands for one model: learn, evaluate, info, undo, export."""
+"""Commands for one model: learn, evaluate, info, export."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import typer
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import BadOption, CorruptFile, MissingData, join_names
+from coda_prompt.errors import BadOption, MissingData, join_names
 from coda_prompt.preprocessing import input_kind
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def learn(
     folder: options.Folder,
     backbone: options.Backbone = None,
     method: options.Method = None,
+    removable: options.Removable = False,
     epochs: options.Epochs = None,
     queries: options.LearnQueries = None,
     val: options.Validation = 0.2,
@@ -69,7 +70,7 @@ def learn(
         rank_zero = fabric.global_rank == 0
         if rank_zero:
             stack.enter_context(store.exclusive_writer(model))
-        classifier = load_or_create(model, backbone, method, fabric)
+        classifier = load_or_create(model, backbone, method, fabric, removable=removable)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         lesson = f"{images.split.fingerprint()} {images.names}"
@@ -173,8 +174,8 @@ def info(
         fields = description.model_dump(mode="json")
         console.print_json({**fields, "bytes": sizes, "unfinished_lesson": unfinished})
         return
-    previous = sizes.get(store.PREVIOUS)
-    undo = "" if previous is None else f" (and {previous / 1e6:.2f} MB to undo the newest task)"
+    earlier = sum(sizes.values()) - sizes[store.MODEL]
+    undo = f" (and {earlier / 1e6:.2f} MB of earlier versions)" if earlier else ""
     console.print_result(
         f"{console.decode_file_name(str(model))}: {len(description.classes)} classes in "
         f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
@@ -191,23 +192,6 @@ def info(
     console.stdout_console().print(console.table(TASK_HEADS, task_rows(description.tasks)))
     if unfinished is not None:
         console.print_result(f"A lesson was not finished. Finish it with: {unfinished}")
-
-
-@app.command(epilog="Example: `coda undo my-model`")
-def undo(model: options.Model, as_json: options.AsJson = False) -> None:
-    """Undo the newest task: restores the previous version of the model, bit for bit."""
-    from coda_prompt.learner import store
-
-    with contextlib.suppress(CorruptFile):  # a damaged model can be undone, a missing one cannot
-        store.read_model(model)
-    with store.exclusive_writer(model):
-        store.restore_previous(model)
-    restored = store.read_model(model).description
-    if as_json:
-        console.print_json({"classes": restored.classes, "tasks": len(restored.tasks)})
-        return
-    counts = f"{len(restored.classes)} classes in {len(restored.tasks)} tasks"
-    console.print_message(f"{console.decode_file_name(str(model))}: back to {counts}")
 
 
 @app.command(epilog="Example: `coda export my-model model.onnx`")

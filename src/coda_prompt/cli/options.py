@@ -129,6 +129,14 @@ Method = Annotated[
         "be named every time the model is used.",
     ),
 ]
+Removable = Annotated[
+    bool,
+    typer.Option(
+        "--removable",
+        help="Make a new model from which `coda forget` removes a class without a trace. Stores "
+        "the second moments of each class: at most 4 bytes x images x random features (2048).",
+    ),
+]
 MethodFile = Annotated[
     str | None,
     typer.Option(

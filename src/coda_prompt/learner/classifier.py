@@ -17,6 +17,7 @@ from coda_prompt.data.inputs import Channels, image_items
 from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice, feedback, store
 from coda_prompt.learner.answers import Predictions
+from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
 from coda_prompt.learner.lesson import (
@@ -25,11 +26,11 @@ from coda_prompt.learner.lesson import (
     make_record,
     make_task,
     open_checkpoints,
+    watched_accuracy,
 )
 from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
-from coda_prompt.learner.saving import SavedEstimator
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.snapshot import restored_on_error
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ContinualClassifier(SavedEstimator):
+class ContinualClassifier(EditableEstimator):
     """Classify images, and learn new classes at any time on top of a frozen backbone.
 
     Every call of `learn` is one lesson: it adds classes, or continues classes with more images.
@@ -82,7 +83,7 @@ class ContinualClassifier(SavedEstimator):
             labels: As in `learn`.
             **options: As in `learn`.
         """
-        self._forget()
+        self._reset()
         self.learn(data, labels, **options)
         return self
 
@@ -182,9 +183,9 @@ class ContinualClassifier(SavedEstimator):
             record = make_record(network, images, task, engine)
             if checked is not None:
                 after = known_accuracies(network, checked, known, engine)
-        network.set_tasks([*network.tasks, record])
+            record = record.model_copy(update={"watched": watched_accuracy(before, after)})
         self._checkpointer = checkpointer
-        self._saved, self._previous = None, previous
+        self._replace(previous, [*network.tasks, record])
         return Learned(
             new=tuple(record.new),
             continued=tuple(record.continued),
@@ -339,16 +340,26 @@ class ContinualClassifier(SavedEstimator):
 
 
 def load_or_create(
-    folder: Path, backbone: str | None, method: str | None, fabric: Fabric
+    folder: Path,
+    backbone: str | None,
+    method: str | None,
+    fabric: Fabric,
+    *,
+    removable: bool = False,
 ) -> ContinualClassifier:
     """Load the model in a folder, or make a new one if there is none.
 
     Raises:
-        BadOption: The model was made with another backbone or method.
+        BadOption: The model was made with another backbone or method, or is not removable.
     """
     if not (folder / store.MODEL).exists():
         backbone, method = backbone or AUTO, method or DEFAULT_METHOD
-        return ContinualClassifier(backbone, method, verbose=False, fabric=fabric)
-    return ContinualClassifier.load(
+        options = {"removable": True} if removable else None
+        return ContinualClassifier(backbone, method, options=options, verbose=False, fabric=fabric)
+    classifier = ContinualClassifier.load(
         folder, backbone=backbone, method=method, verbose=False, fabric=fabric
     )
+    if removable and not classifier.removable:
+        problem = f"{folder} was made without it; it is decided at the first lesson"
+        raise errors.BadOption("coda learn", "removable", problem)
+    return classifier

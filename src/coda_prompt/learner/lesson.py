@@ -19,7 +19,7 @@ from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import OnEvent
 from coda_prompt.learner.results import ClassAccuracy
-from coda_prompt.learner.store import TaskRecord
+from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
 from coda_prompt.methods.options import make_config
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
@@ -62,7 +62,9 @@ def make_task(network: Network, images: Labelled, validation: float) -> Task:
     own = rows(images.names, names).numpy()
     labels = own[images.split.labels]
     held_out = np.zeros(len(labels), bool)
-    generator = keyed_generator(network.training.seed, index, "held out")
+    # The same for every lesson, so that a lesson holds out the same images in any model.
+    key = index if network.held_out_by_lesson else 0
+    generator = keyed_generator(network.training.seed, key, "held out")
     for row in own:
         members = np.flatnonzero(labels == row)
         order = torch.randperm(len(members), generator=generator).numpy()
@@ -90,7 +92,7 @@ def open_checkpoints(
     sha256 = network.entry.sha256
     identity: dict[str, Any] = as_json(
         {
-            "tasks": [task.model_dump() for task in network.tasks],
+            "tasks": [task.model_dump(exclude={"watched"}) for task in network.tasks],
             "images": images.split.fingerprint(),
             "names": images.names,
             "validation": validation,
@@ -138,6 +140,16 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         temperature=temperature,
         fitted_on=fitted_on,
     )
+
+
+def watched_accuracy(
+    before: dict[str, ClassAccuracy], after: dict[str, ClassAccuracy]
+) -> WatchedAccuracy | None:
+    """Average the accuracies of older classes; None if none were checked."""
+    if not before:
+        return None
+    means = [sum(each.accuracy for each in part.values()) / len(part) for part in (before, after)]
+    return WatchedAccuracy(classes=len(before), before=means[0], after=means[1])
 
 
 def known_accuracies(

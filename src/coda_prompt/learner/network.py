@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
@@ -9,12 +10,14 @@ from typing import Any
 
 from lightning_fabric import Fabric
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from coda_prompt import __version__, errors, methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.learner import calibration, store
 from coda_prompt.learner.predictor import Predictor
-from coda_prompt.learner.store import Description, TaskRecord
+from coda_prompt.learner.store import Description, EditRecord, TaskRecord
+from coda_prompt.methods.additive import removable_options
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.preprocessing import Preprocessing
@@ -54,9 +57,15 @@ class Network:
         self.entry, self.fabric = entry, fabric
         self.backbone = load_backbone(backbone)
         self.backbone_name = self.backbone.name
+        self.number, self.edits = 0, list[EditRecord]()
+        """Number of the version, and what was edited."""
+        self.held_out_by_lesson = False
+        """Whether images are held out as until format 2, so that its lessons resume."""
+        options = removable_options(entry.type, options)
         if "width" in entry.type.Config.__dataclass_fields__:
             width = min(MAX_PROJECTION, 16 * self.backbone.vit.config.width)
-            options = {"width": width, "blend": True, "balance": True, **options}
+            defaults = {"ridge": "relative"} if entry.type.closed_form else {}
+            options = {"width": width, "blend": True, "balance": True, **defaults, **options}
         config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
@@ -99,10 +108,23 @@ class Network:
         fields: dict[str, Any] = as_json(dataclasses.asdict(self.views.preprocessing))
         return {**fields, "resize": self.views.resize}
 
-    def to_model(self) -> store.Model:
-        """Return the description and tensors to save."""
-        state, path = self.method.learned_state(), self.backbone.path
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy everything learned."""
+        state = self.method.learned_state()
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+    def copied(self) -> Network:
+        """Return a network on the same backbone that has learned the same."""
+        memo = {id(part): part for part in (self.method.backbone, self.fabric)}
+        other = copy.copy(self)
+        other.method = copy.deepcopy(self.method, memo)
+        other.number, other.edits = 0, []
+        other.set_tasks(list(self.tasks))
+        return other
+
+    def to_model(self, parent: int | None = None) -> store.Model:
+        """Return the description and tensors to save; `parent` is the version before."""
+        path = self.backbone.path
         description = Description(
             format=store.FORMAT,
             coda_prompt=__version__,
@@ -120,8 +142,11 @@ class Network:
             classes=self.classes,
             tasks=self.tasks,
             temperature=self.temperature,
+            number=self.number,
+            parent=parent,
+            edits=self.edits,
         )
-        return store.Model(description, tensors)
+        return store.Model(description, self.tensors())
 
     def check_backbone(self, description: Description, path: object) -> None:
         """Check that a model was made with this backbone, and take over its normalisation.
@@ -152,6 +177,8 @@ class Network:
         self.method.load_learned_state(model.tensors)
         if self.method.classes_seen != len(model.description.classes):
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
+        self.number, self.edits = model.number, list(model.description.edits)
+        self.held_out_by_lesson = model.description.format < 3
         self.set_tasks(list(model.description.tasks))
 
 

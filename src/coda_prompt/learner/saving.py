@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_fabric import Fabric
 
 from coda_prompt import errors
 from coda_prompt.learner import loading, store
 from coda_prompt.learner.estimator import Estimator
+from coda_prompt.learner.store import EditRecord, TaskRecord
+from coda_prompt.learner.versions import History
 from coda_prompt.training.checkpointing import Checkpointer
 
 if TYPE_CHECKING:
@@ -21,28 +23,71 @@ class SavedEstimator(Estimator):
 
     _saved: store.Model | None = None
     """The model as read or written; None if it has changed since."""
-    _previous: store.Model | Path | None = None
-    """The model before the newest task, or the folder to read it from when needed."""
     _checkpointer: Checkpointer | None = None
     """Checkpoints of the newest task, removed when the model is saved."""
     _home: tuple[Path, str | None] | None = None
     """The folder last read or written, and the hash of the model in it."""
 
-    def _forget(self) -> None:
-        """Forget everything that was learned."""
-        self._network = self._saved = self._previous = self._checkpointer = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._history = History()
+        """Earlier and undone versions, in memory or in the folder they are read from."""
 
-    def undo(self) -> None:
-        """Restore the model as it was before the newest lesson, bit for bit.
+    def _reset(self) -> None:
+        """Forget everything that was learned."""
+        self._network = self._saved = self._checkpointer = None
+        self._history = History()
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is an earlier version."""
+        return bool(self._history.before)
+
+    @property
+    def can_redo(self) -> bool:
+        """Whether there is a version that was undone."""
+        return bool(self._history.after)
+
+    def undo(self, to: int | None = None) -> None:
+        """Restore an earlier version, bit for bit: what was before the newest lesson or edit.
+
+        Args:
+            to: Number of the version, as in `history`; by default the one before.
 
         Raises:
-            NothingToUndo: There is no earlier version; only one is stored.
+            NothingToUndo: There is no such version; the last ten are stored.
         """
-        previous = self._previous_model()
-        if previous is None:
-            raise errors.NothingToUndo("The classifier")
-        self.network.set_state(previous, "the previous version")
-        self._saved, self._previous = previous, None
+        before = self._history.before
+        self._go_to(to if to is not None else before[-1].number if before else None)
+
+    def redo(self) -> None:
+        """Restore the version that `undo` replaced, bit for bit.
+
+        Raises:
+            NothingToUndo: There is no such version: a new lesson or edit drops the undone ones.
+        """
+        after = self._history.after
+        self._go_to(after[0].number if after else None, redo=True)
+
+    def _go_to(self, number: int | None, *, redo: bool = False) -> None:
+        model = None if number is None else self._history.go_to(number, self._model())
+        if model is None:
+            raise errors.NothingToUndo("The classifier", number, redo=redo)
+        self.network.set_state(model, f"version {number}")
+        self._saved = model
+
+    def _replace(
+        self, previous: store.Model | None, tasks: list[TaskRecord], edit: EditRecord | None = None
+    ) -> None:
+        """Record that what is learned now is a new version that replaces `previous`."""
+        network = self.network
+        number = self._history.next_number(network.number)
+        if previous is not None:
+            self._history.replaced(previous)
+        network.number, self._saved = number, None
+        if edit is not None:
+            network.edits = [*network.edits, edit]
+        network.set_tasks(tasks)
 
     def save(self, folder: str | Path) -> None:
         """Write the model; if this is interrupted, the folder has one complete version.
@@ -61,7 +106,8 @@ class SavedEstimator(Estimator):
     def write(self, folder: Path) -> None:
         """Write the model like `save`, for a caller that has locked the folder."""
         model = self._model()
-        store.write_model(folder, model, self._previous_model())
+        at_home = self._home is not None and self._home[0] == folder.resolve()
+        store.write_model(folder, model, self._history, at_home=at_home)
         self._saved, self._home = model, (folder.resolve(), store.model_sha256(folder))
         if self._checkpointer is not None:
             self._checkpointer.remove()
@@ -114,7 +160,8 @@ class SavedEstimator(Estimator):
         network.backbone_name = model.description.backbone.name
         network.check_backbone(model.description, folder)
         network.set_state(model, folder)
-        classifier._saved, classifier._previous = model, folder
+        classifier._saved = model
+        classifier._history = store.read_history(folder, model.description)
         classifier._home = (folder.resolve(), store.model_sha256(folder))
         return classifier
 
@@ -178,13 +225,7 @@ class SavedEstimator(Estimator):
 
     def _model(self) -> store.Model:
         """Return the model to save."""
-        return self.network.to_model() if self._saved is None else self._saved
-
-    def _previous_model(self) -> store.Model | None:
-        """Return the model before the newest task, unless another process has replaced it."""
-        if isinstance(self._previous, Path):
-            previous = store.read_previous(self._previous)
-            tasks = self.network.tasks[:-1]
-            follows = previous is not None and previous.description.tasks == tasks
-            self._previous = previous if follows else None
-        return self._previous
+        if self._saved is not None:
+            return self._saved
+        before = self._history.before
+        return self.network.to_model(before[-1].number if before else None)

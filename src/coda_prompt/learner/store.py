@@ -1,10 +1,12 @@
 """Model folders: one checked tensor file per version, replaced atomically.
 
     model.safetensors      what was learned (without the backbone) and the description
-    previous.safetensors   the version before the newest task, for `undo`
-    next.safetensors       only while a save is in progress; the next writer completes the save
+    versions/NUMBER.safetensors   earlier and undone versions, for `undo` and `redo`
     .progress              only while a training is unfinished: its checkpoints
     .learning.json         only while `coda learn` runs: which images, on which version
+
+Until format 2 there was one earlier version, `previous.safetensors`, and `next.safetensors` while a
+save was in progress; the next writer completes such a save and moves the file.
 
 `config.json` and the model card `README.md` repeat the description for people and the hub. No
 code is ever loaded from a model folder.
@@ -24,7 +26,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
+from coda_prompt.learner import versions
 from coda_prompt.learner.card import model_card
+from coda_prompt.learner.versions import History, StoredVersion
 from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
 from coda_prompt.storage.headers import read_checked_description, stated_sha256
 from coda_prompt.storage.tensors import decode_tensors, encode_tensors
@@ -32,12 +36,33 @@ from coda_prompt.storage.tensors import decode_tensors, encode_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 2
-"""Format 1 had no hash of a method's file and no path of the backbone."""
+FORMAT = 3
+"""Format 1 had no hash of a method's file and no path of the backbone; format 2 had no numbered
+versions, edits and watched accuracies."""
 MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
 CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
 LESSON = ".learning.json"
+
+
+class WatchedAccuracy(FileSchema):
+    """Mean accuracy of older classes before and after a lesson, on watched images."""
+
+    classes: int = Field(ge=1)
+    before: float
+    after: float
+
+
+class EditRecord(FileSchema):
+    """A change of what was taught."""
+
+    date: str
+    after_lesson: int = Field(ge=0)
+    what: str
+    names: list[str] = Field(default_factory=list)
+    """Class names before the edit that `what` mentions."""
+    into: str | None = None
+    """The name they have since, if the edit renamed or united them."""
 
 
 class TaskRecord(FileSchema):
@@ -54,6 +79,8 @@ class TaskRecord(FileSchema):
     temperature: float = Field(ge=1e-6, le=1e6)
     fitted_on: int = Field(ge=0, le=10**12)
     """Number of held-out images the temperature was fitted on."""
+    watched: WatchedAccuracy | None = None
+    """What the lesson cost the older classes; None if no image was watched."""
 
 
 class BackboneRecord(FileSchema):
@@ -83,11 +110,16 @@ class Description(FileSchema):
     classes: list[str]
     tasks: list[TaskRecord]
     temperature: float = Field(ge=1e-6, le=1e6)
+    number: int | None = Field(default=None, ge=0)
+    """Number of the version; None until format 2."""
+    parent: int | None = Field(default=None, ge=0)
+    """Number of the version this one was made from."""
+    edits: list[EditRecord] = Field(default_factory=list)
 
     @property
-    def version(self) -> int:
-        """The number of lessons."""
-        return len(self.tasks)
+    def number_or_lessons(self) -> int:
+        """Number of the version; until format 2, the number of lessons."""
+        return len(self.tasks) if self.number is None else self.number
 
     @model_validator(mode="after")
     def _classes_match_tasks(self) -> Description:
@@ -106,6 +138,11 @@ class Model:
 
     description: Description
     tensors: dict[str, Tensor]
+
+    @property
+    def number(self) -> int:
+        """Number of the version."""
+        return self.description.number_or_lessons
 
 
 def encode_model(model: Model) -> bytes:
@@ -159,54 +196,75 @@ def read_model(folder: Path) -> Model:
         MissingData: There is no model.
     """
     try:
-        return _read(folder, MODEL)
+        return read_file(folder / MODEL)
     except CorruptFile as error:
         raise _with_undo(error, folder) from error
 
 
 def _with_undo(error: CorruptFile, folder: Path) -> CorruptFile:
     """Add to an error of the current model how to return to an intact version."""
-    if not (folder / PREVIOUS).exists():
+    if not read_history(folder, None).before:
         return error
-    remedy = f"{error.remedy} Or return to the version before the newest task: coda undo."
+    remedy = f"{error.remedy} Or return to the newest stored version: coda undo."
     return CorruptFile(folder / MODEL, error.problem, remedy)
 
 
-def read_previous(folder: Path) -> Model | None:
-    """Read the model before the newest task; None if the folder does not have it."""
-    if not (folder / PREVIOUS).exists():
-        return None
-    previous = _read(folder, PREVIOUS)
-    try:
-        model = _read(folder, MODEL)
-    except CorruptFile:  # the previous one is the newest intact version
-        return previous
-    return previous if _follows(model, previous) else None
+def read_history(folder: Path, current: Description | None) -> History:
+    """List the earlier and undone versions of a folder, whose current one is `current`."""
+    history = versions.stored_versions(folder, current)
+    previous = folder / PREVIOUS
+    if previous.exists() and (current is None or current.number is None):
+        number = 0 if current is None else current.number_or_lessons - 1
+        history.before.append(StoredVersion(previous, number))
+    return history
 
 
-def write_model(folder: Path, model: Model, previous: Model | None) -> None:
-    """Replace the folder's model; a kill at any point leaves one complete version."""
-    if previous is None:
-        write_atomically(folder / MODEL, encode_model(model))
-        (folder / PREVIOUS).unlink(missing_ok=True)
-    else:
-        write_atomically(folder / NEXT, encode_model(model))
-        write_atomically(folder / PREVIOUS, encode_model(previous))
-        os.replace(folder / NEXT, folder / MODEL)
-    _write_copies(folder, model)
+def write_model(folder: Path, model: Model, history: History, *, at_home: bool = True) -> None:
+    """Replace the folder's model; a kill at any point leaves one complete version.
+
+    Args:
+        folder: A locked model folder.
+        model: The new current version.
+        history: Earlier and undone versions; those in memory are written.
+        at_home: Whether the versions in the folder are of the same model. If not, they are
+            deleted first.
+    """
+    if not at_home:
+        versions.remove_others(folder, History())
+    versions.write_versions(folder, history, encode_model)
+    write_atomically(folder / MODEL, encode_model(model))
+    _clean_up(folder, model, history)
 
 
-def restore_previous(folder: Path) -> None:
-    """Replace the current model by the previous one.
+def restore_version(folder: Path, to: int | None = None, *, redo: bool = False) -> Model:
+    """Replace the current model by an earlier or undone one, bit for bit.
+
+    Args:
+        folder: A locked model folder.
+        to: Number of the version; by default the one before, or with `redo` the one after.
+        redo: Whether to go forward.
 
     Raises:
-        NothingToUndo: There is no previous model.
+        NothingToUndo: There is no such version.
     """
-    previous = read_previous(folder)
-    if previous is None:
-        raise NothingToUndo(folder)
-    os.replace(folder / PREVIOUS, folder / MODEL)
-    _write_copies(folder, previous)
+    try:
+        current: Model | None = read_file(folder / MODEL)
+    except CorruptFile:  # the newest stored version replaces it
+        current = None
+    history = read_history(folder, current.description if current else None)
+    choices = history.after if redo else list(reversed(history.before))
+    if to is not None:
+        choices = [each for each in (*history.before, *history.after) if each.number == to]
+    if not choices:
+        raise NothingToUndo(folder, to, redo=redo)
+    chosen = choices[0]
+    assert isinstance(chosen, StoredVersion)
+    model = chosen.read()
+    if current is not None:
+        versions.preserve(folder, folder / MODEL, current.number)
+    os.replace(chosen.path, folder / MODEL)
+    _write_copies(folder, model)
+    return model
 
 
 def begin_lesson(folder: Path, images: str, version: int, command: str = "") -> bool:
@@ -284,8 +342,11 @@ def model_sha256(folder: Path) -> str | None:
 
 
 def size_on_disk(folder: Path) -> dict[str, int]:
-    """Return the bytes of each tensor file of a model."""
-    return {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    """Return the bytes of each tensor file of a model, by its path in the folder."""
+    files = sorted(
+        [*folder.glob("*.safetensors"), *folder.glob(f"{versions.FOLDER}/*.safetensors")]
+    )
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
 
 
 def refresh_copies(folder: Path) -> None:
@@ -303,10 +364,10 @@ def copies(model: Model) -> dict[str, bytes]:
 def _refuse_foreign(folder: Path) -> None:
     """Refuse to write to a folder with files of something else."""
     if (folder / MODEL).exists():
-        if model_sha256(folder) is None and not (folder / PREVIOUS).exists():
+        if model_sha256(folder) is None and not read_history(folder, None).before:
             raise CorruptFile(folder / MODEL, "is not a model of coda-prompt")
         return
-    own = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON}
+    own = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON, versions.FOLDER}
     names = [entry.name for entry in folder.iterdir() if entry.name not in own]
     if [name for name in names if not name.endswith(".tmp")]:
         problem = "the folder is not empty and has no model"
@@ -314,24 +375,26 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Complete a save that was interrupted after the new model was written; remove leftovers."""
-    for leftover in folder.glob(".*.tmp"):
+    """Remove leftovers of interrupted saves; complete one of format 2."""
+    for leftover in (*folder.glob(".*.tmp"), *folder.glob(f"{versions.FOLDER}/.*.tmp")):
         leftover.unlink(missing_ok=True)
-    if not (folder / NEXT).exists():
-        return
-    try:
-        complete = _follows(_read(folder, NEXT), _read(folder, PREVIOUS))
-    except (CorruptFile, MissingData):
-        complete = False
-    if complete:
-        os.replace(folder / NEXT, folder / MODEL)
-    else:
-        (folder / NEXT).unlink()
+    if (folder / NEXT).exists():
+        try:
+            new, previous = read_file(folder / NEXT), read_file(folder / PREVIOUS)
+            complete = new.description.tasks[:-1] == previous.description.tasks
+        except (CorruptFile, MissingData):
+            complete = False
+        if complete:
+            os.replace(folder / NEXT, folder / MODEL)
+        else:
+            (folder / NEXT).unlink()
 
 
-def _follows(model: Model, previous: Model) -> bool:
-    """Whether `model` is `previous` with one more task."""
-    return model.description.tasks[:-1] == previous.description.tasks
+def _clean_up(folder: Path, model: Model, history: History) -> None:
+    """Finish a save: remove what belongs to no version any more and update the copies."""
+    versions.remove_others(folder, history)
+    (folder / PREVIOUS).unlink(missing_ok=True)
+    _write_copies(folder, model)
 
 
 def _write_copies(folder: Path, model: Model) -> None:
@@ -339,8 +402,14 @@ def _write_copies(folder: Path, model: Model) -> None:
         write_atomically(folder / name, content)
 
 
-def _read(folder: Path, name: str) -> Model:
-    return decode_model(_read_bytes(folder / name), folder / name)
+def read_file(path: Path) -> Model:
+    """Read and check one version.
+
+    Raises:
+        CorruptFile: It is damaged or not a model.
+        MissingData: There is no such file.
+    """
+    return decode_model(_read_bytes(path), path)
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -90,6 +90,10 @@ class Bank(nn.Module):
             self.frozen = self.rows.detach()
             self.trainable = self.reopened = None
 
+    def keep(self, positions: Tensor) -> None:
+        """Remove all frozen rows except those at `positions`."""
+        self.frozen = self.frozen.index_select(self.axis, positions.to(self.frozen.device))
+
     def resize(self, like: Tensor) -> bool:
         """Make `frozen` as long as a tensor about to be loaded; False if that cannot fit."""
         shape = list(self.frozen.shape)

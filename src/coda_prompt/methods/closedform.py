@@ -6,18 +6,26 @@ RanPAC: McDonnell et al., NeurIPS 2023, https://arxiv.org/abs/2307.02251.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from coda_prompt.methods.additive import (
+    AdditiveMethod,
+    AdditiveState,
+    absorb_rows,
+    other_rows,
+    unite_rows,
+)
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
+from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, cosines
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
 from coda_prompt.model.vit import Images, ViT
 
 
-class ClosedForm(Method):
+class ClosedForm(AdditiveMethod):
     """Base of methods that fit a task's frozen features (the queries) at once, without training."""
 
     needs_queries = True
@@ -40,6 +48,7 @@ class NearestClassMean(ClosedForm):
     """Nearest class mean: cosine similarity to the mean frozen feature of each class."""
 
     variants = MappingProxyType({"ncm": {}})
+    removable_option = ("", None)
     temperature = 0.065
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
@@ -58,6 +67,36 @@ class NearestClassMean(ClosedForm):
         self.sums.frozen = sums.index_add(0, labels, features.to(sums.dtype))
         self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
 
+    def statistics_parts(self) -> Sequence[AdditiveState]:
+        return ()
+
+    def solve(self) -> None:
+        pass
+
+    def drop_classes(self, rows: Sequence[int]) -> None:
+        for bank in (self.sums, self.counts):
+            bank.keep(other_rows(len(bank), rows))
+        super().drop_classes(rows)
+
+    def unite_classes(self, rows: Sequence[int], into: int) -> None:
+        for bank in (self.sums, self.counts):
+            unite_rows(bank, rows, into)
+        super().unite_classes(rows, into)
+
+    def absorb(self, other: NearestClassMean, rows: Sequence[int]) -> None:
+        super().absorb(other, rows)
+        absorb_rows(self.sums, other.sums, rows)
+        absorb_rows(self.counts, other.counts, rows)
+
+    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
+        sums, sources = self.sums.frozen, torch.full_like(labels, source)
+        features = features.to(sums)
+        sums = sums.index_add(0, sources, features, alpha=-1)
+        self.sums.frozen = sums.index_add(0, labels, features)
+        moved = torch.bincount(labels, minlength=len(sums))
+        moved[source] -= len(labels)
+        self.counts.frozen = self.counts.frozen + moved
+
     def scores(self, queries: Tensor) -> Tensor:
         scores = cosines(queries, self.sums.frozen)
         return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)
@@ -75,6 +114,7 @@ class RanPAC(RidgeClassifier, ClosedForm):
 
     Config = RidgeConfig
     variants = MappingProxyType({"ranpac": {}})
+    removable_option = ("blend", "removable")
 
     def scores(self, queries: Tensor) -> Tensor:
         return self.statistics(queries)

@@ -6,11 +6,14 @@ https://arxiv.org/abs/2307.02251.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from coda_prompt.errors import CannotEdit
+from coda_prompt.methods.additive import other_rows
 from coda_prompt.methods.base import ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
@@ -39,6 +42,25 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
         super().begin_task(brief)
         if self.components.trainable is None:
             self.head.close()
+
+    def drop_classes(self, rows: Sequence[int]) -> None:
+        self._drop_head_rows(rows)
+        super().drop_classes(rows)
+
+    def unite_classes(self, rows: Sequence[int], into: int) -> None:
+        self._drop_head_rows([row for row in rows if row != into])
+        super().unite_classes(rows, into)
+
+    def absorb(self, other: CodaRanPAC, rows: Sequence[int]) -> None:
+        raise CannotEdit(
+            "each of these models has learned prompts of its own, and sums of "
+            "differently prompted features do not add up"
+        )
+
+    def _drop_head_rows(self, rows: Sequence[int]) -> None:
+        kept = other_rows(self.classes_seen, rows)
+        self.head.weight.keep(kept)
+        self.head.bias.keep(kept)
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.statistics(self.features(images, queries))

@@ -2,12 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coda_prompt.methods.additive import absorb_rows, other_rows, unite_rows, without_classes
 from coda_prompt.methods.bank import Bank
+
+MIN_SINGULAR_VALUE = 1e-6
+"""Of the largest one; directions below it are rounding."""
+
+
+class ClassFactors(nn.Module):
+    """The second moments of each class on its own, so that a class can be removed exactly.
+
+    Sum of f f^T of a class = R^T R, where R has a row for each image, at most as many as features.
+    The rows are scaled principal directions, not images. Nothing is ever subtracted to remove a
+    class, so float32 is precise enough. They stay on the CPU.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rows = Bank((width,))
+        self.ranks = Bank(dtype=torch.int64)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ClassFactors:
+        return self
+
+    def grow(self, classes: int) -> None:
+        """Add classes without images up to `classes`."""
+        self.ranks.append([0] * (classes - len(self.ranks)))
+
+    def add(self, features: Tensor, row: int) -> None:
+        """Add images of one class."""
+        factors = self._split()
+        factors[row] = _factor([factors[row], features.cpu()])
+        self._join(factors)
+
+    def total(self) -> Tensor:
+        """Sum of f f^T over all classes, D x D in float64."""
+        rows = self.rows.frozen
+        total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
+        for chunk in rows.split(4096):
+            total += chunk.double().T @ chunk.double()
+        return total
+
+    def drop_classes(self, rows: Sequence[int]) -> None:
+        factors = self._split()
+        self._join([factors[row] for row in other_rows(len(factors), rows).tolist()])
+
+    def unite_classes(self, rows: Sequence[int], into: int) -> None:
+        factors = self._split()
+        factors[into] = _factor([factors[row] for row in rows])
+        self._join(factors)
+        self.drop_classes([row for row in rows if row != into])
+
+    def absorb(self, other: ClassFactors, rows: Sequence[int]) -> None:
+        self.grow(max([len(self.ranks) - 1, *rows]) + 1)
+        factors = self._split()
+        for row, added in zip(rows, other._split(), strict=True):
+            factors[row] = _factor([factors[row], added]) if len(factors[row]) else added
+        self._join(factors)
+
+    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
+        factors, features = self._split(), features.cpu()
+        factors[source] = _without(factors[source], features)
+        for row in labels.unique().tolist():
+            factors[row] = _factor([factors[row], features[labels.cpu() == row]])
+        self._join(factors)
+
+    def is_consistent(self, classes: int) -> bool:
+        """Whether the sizes fit each other and the number of classes."""
+        return len(self.ranks) == classes and int(self.ranks.frozen.sum()) == len(self.rows)
+
+    def _split(self) -> list[Tensor]:
+        return list(self.rows.frozen.split(self.ranks.frozen.tolist()))
+
+    def _join(self, factors: list[Tensor]) -> None:
+        self.rows.frozen = torch.cat([self.rows.frozen[:0], *factors]).contiguous()
+        self.ranks.frozen = torch.tensor([len(each) for each in factors], dtype=torch.int64)
+
+
+def _factor(parts: list[Tensor]) -> Tensor:
+    """Return R with R^T R = the sum of the parts' P^T P, without rows that are rounding."""
+    rows = torch.cat([part.float() for part in parts])
+    count, width = rows.shape
+    if count <= width:
+        _, values, directions = torch.linalg.svd(rows.double(), full_matrices=False)
+    else:
+        squares, vectors = torch.linalg.eigh(rows.double().T @ rows.double())
+        values, directions = squares.clamp(min=0).sqrt().flip(0), vectors.T.flip(0)
+    significant = values > MIN_SINGULAR_VALUE * values.max() if count else values > 0
+    return (values[:, None] * directions)[significant].float()
+
+
+def _without(factor: Tensor, features: Tensor) -> Tensor:
+    """Return R with R^T R = factor^T factor - features^T features, as far as that is positive."""
+    both = torch.cat([factor, features.float()]).double()
+    basis, _ = torch.linalg.qr(both.T)  # D x rows
+    inside, removed = factor.double() @ basis, features.double() @ basis
+    squares, vectors = torch.linalg.eigh(inside.T @ inside - removed.T @ removed)
+    rows = squares.clamp(min=0).sqrt()[:, None] * (vectors.T @ basis.T)
+    return rows[squares > MIN_SINGULAR_VALUE * squares.max().clamp(min=0)].float()
 
 
 class FeatureMoments(nn.Module):
@@ -15,26 +113,44 @@ class FeatureMoments(nn.Module):
 
     They stay on the CPU in float64, whatever the model is moved to: the covariance is a small
     difference of large sums, and not every accelerator has float64.
+
+    Args:
+        width: Number of features.
+        removable: Also store the second moments of each class, so that dropping a class leaves
+            nothing of it: at most images x features x 4 bytes for each class.
     """
 
     total: Tensor
-    """Sum of f f^T over all images, D x D."""
+    """Sum of f f^T over all images, D x D; empty if `removable`, where it is that of `factors`."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, removable: bool = False) -> None:
         super().__init__()
         self.counts = Bank(dtype=torch.int64)
         self.sums = Bank((width,), dtype=torch.float64)
-        self.register_buffer("total", torch.zeros(width, width, dtype=torch.float64))
+        self.factors = ClassFactors(width) if removable else None
+        side = 0 if removable else width
+        self.register_buffer("total", torch.zeros(side, side, dtype=torch.float64))
 
     def _apply(self, fn: Any, recurse: bool = True) -> FeatureMoments:
         return self
 
+    def grow(self, classes: int) -> None:
+        """Add classes without images up to `classes`."""
+        new = classes - len(self.counts)
+        self.counts.append(torch.zeros(new))
+        self.sums.append(torch.zeros(new, self.sums.frozen.shape[1]))
+        if self.factors is not None:
+            self.factors.grow(classes)
+
     def add(self, features: Tensor, labels: Tensor) -> None:
+        """Add images; `labels` are rows."""
         features, labels = features.cpu().double(), labels.cpu()
-        counts, sums = self.counts.frozen, self.sums.frozen
-        self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
-        self.sums.frozen = sums.index_add(0, labels, features)
-        self.total = self.total + features.T @ features
+        self._count(features, labels, 1)
+        if self.factors is None:
+            self.total = self.total + features.T @ features
+            return
+        for row in labels.unique().tolist():
+            self.factors.add(features[labels == row], row)
 
     def means(self) -> Tensor:
         """Class means, C x D; zero for a class without images."""
@@ -43,5 +159,47 @@ class FeatureMoments(nn.Module):
     def covariance(self) -> tuple[Tensor, int]:
         """The covariance within classes, D x D, and its degrees of freedom."""
         freedom = int((self.counts.frozen - 1).clamp(min=0).sum())
-        scatter = self.total - self.means().T @ self.sums.frozen
+        total = self.total if self.factors is None else self.factors.total()
+        scatter = total - self.means().T @ self.sums.frozen
         return scatter / max(freedom, 1), freedom
+
+    def drop_classes(self, rows: Sequence[int]) -> None:
+        if self.factors is None:
+            counts = self.counts.frozen
+            self.total = without_classes(self.total, self.sums.frozen, counts, rows)
+        else:
+            self.factors.drop_classes(rows)
+        kept = other_rows(len(self.counts), rows)
+        self.counts.keep(kept)
+        self.sums.keep(kept)
+
+    def unite_classes(self, rows: Sequence[int], into: int) -> None:
+        for bank in (self.counts, self.sums):
+            unite_rows(bank, rows, into)
+        if self.factors is not None:
+            self.factors.unite_classes(rows, into)
+
+    def absorb(self, other: FeatureMoments, rows: Sequence[int]) -> None:
+        absorb_rows(self.counts, other.counts, rows)
+        absorb_rows(self.sums, other.sums, rows)
+        if self.factors is None or other.factors is None:
+            self.total = self.total + other.total
+        else:
+            self.factors.absorb(other.factors, rows)
+
+    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
+        features, labels = features.cpu().double(), labels.cpu()
+        self._count(features, torch.full_like(labels, source), -1)
+        self._count(features, labels, 1)
+        if self.factors is not None:
+            self.factors.move_images(features, source, labels)
+
+    def is_consistent(self, classes: int) -> bool:
+        """Whether all sizes fit the number of classes."""
+        rows = {len(self.counts), len(self.sums)}
+        return rows == {classes} and (self.factors is None or self.factors.is_consistent(classes))
+
+    def _count(self, features: Tensor, labels: Tensor, sign: int) -> None:
+        counts, sums = self.counts.frozen, self.sums.frozen
+        self.counts.frozen = counts + sign * torch.bincount(labels, minlength=len(counts))
+        self.sums.frozen = sums.index_add(0, labels, features, alpha=sign)

@@ -7,6 +7,8 @@ C += h^T onehot(y), scores = h (G + lambda I)^-1 C. The sums do not depend on th
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -14,7 +16,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
+from coda_prompt.errors import CannotEdit
+from coda_prompt.methods.additive import (
+    AdditiveMethod,
+    AdditiveState,
+    absorb_rows,
+    other_rows,
+    unite_rows,
+    without_classes,
+)
 from coda_prompt.methods.base import MethodConfig
+from coda_prompt.methods.moments import ClassFactors
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.random_features import (
     CHUNK_SIZE,
@@ -33,6 +45,12 @@ MAX_SELECTION_IMAGES = 4000
 MIN_SELECTION_IMAGES = 10
 DEFAULT_RIDGE = 1e-5
 """Ridge as a fraction of the Gram matrix's trace until it can be selected; works well on pocket."""
+RELATIVE_RIDGE = 0.05
+"""Share of an image's squared length in `ridge="relative"`; docs/lab/few-images.md measures it."""
+COMPENSATION = 1.5
+"""Power of the compensation for few images; docs/lab/few-images.md measures it."""
+MAX_OWN_SCORE, MIN_SIGNAL = 0.999, 0.05
+"""Bounds of the score of a class's own mean, and of the share of it that is not noise."""
 MAX_WIDTH = 20_000
 MAX_IMAGE_SHARE = 0.5
 """Maximum share of a row of a task's Gram matrix that may come from one image."""
@@ -46,16 +64,19 @@ class RidgeConfig(MethodConfig):
 
     width: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Number of random features. Default: 16 per backbone feature, at most 10,000."""
-    ridge: float | None = Field(default=None, gt=0)
-    """Ridge parameter. Default: selected on a validation fifth of every task so far."""
-    blend: bool = False
+    ridge: Annotated[float, Field(gt=0)] | Literal["relative"] | None = None
+    """Ridge parameter. Default: selected on a validation fifth of every task so far. `relative`:
+    in proportion to the mean squared length of an image's random features, which needs no choice.
+    `coda learn` uses `relative`."""
+    blend: bool | Literal["removable"] = False
     """Use class means in the Gram matrix where one image dominates a random feature, so that it
-    contains no single image's features, even in small tasks. Enabled by `coda learn`."""
+    contains no single image's features, even in small tasks. Enabled by `coda learn`. `removable`:
+    within each class, whose second moments are stored apart, so that it can be forgotten."""
     balance: bool = False
     """Weight all classes equally, regardless of their number of images. Enabled by `coda learn`."""
 
 
-class RidgeClassifier(RandomFeatureMethod):
+class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
     """Mixin that classifies with `statistics`; list it before the method family in the bases."""
 
     config: RidgeConfig
@@ -69,6 +90,15 @@ class RidgeClassifier(RandomFeatureMethod):
             features, width, config.ridge, blend=config.blend, balance=config.balance
         )
 
+    def statistics_parts(self) -> Sequence[AdditiveState]:
+        return (self.statistics,)
+
+    def solve(self) -> None:
+        self.statistics.solve()
+
+    def _is_consistent(self) -> bool:
+        return super()._is_consistent() and self.statistics.is_consistent(self.classes_seen)
+
 
 class RandomRidge(RandomFeatures):
     """Running sums over all classes seen, and the ridge regression solved from them."""
@@ -81,25 +111,41 @@ class RandomRidge(RandomFeatures):
         self,
         width: int,
         projected: int,
-        ridge: float | None,
+        ridge: float | Literal["relative"] | None,
         *,
-        blend: bool = False,
+        blend: bool | Literal["removable"] = False,
         balance: bool = False,
     ) -> None:
         super().__init__(width, projected)
-        self.fixed_ridge, self.blend, self.balance = ridge, blend, balance
-        # Upper triangle of the symmetric Gram matrix, row by row.
-        self.register_buffer("gram", torch.zeros(projected * (projected + 1) // 2))
-        self.register_buffer("ridge", torch.tensor(ridge or 0.0))
+        self.fixed_ridge = ridge
+        self.factors = ClassFactors(projected) if blend == "removable" else None
+        self.blend, self.balance = blend, balance
+        # Upper triangle of the symmetric Gram matrix, row by row; empty if classes have their own.
+        side = 0 if self.factors is not None else projected
+        self.register_buffer("gram", torch.zeros(side * (side + 1) // 2))
+        self.register_buffer("ridge", torch.tensor(ridge if isinstance(ridge, float) else 0.0))
         self.register_buffer("errors", torch.zeros(len(RIDGE_CANDIDATES)))
+
+    def grow(self, classes: int, seed: int) -> None:
+        super().grow(classes, seed)
+        if self.factors is not None:
+            self.factors.grow(classes)
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add the images of a task to the sums and solve the regression again."""
-        if self.fixed_ridge is None and _can_select_ridge(labels):
-            self.errors = self.errors + self._validation_errors(features, labels, task)
-            self.ridge = self.ridge.new_tensor(RIDGE_CANDIDATES[int(self.errors.argmin())])
-        gram, sums = self._unpacked(), self.sums.frozen
-        counts = torch.bincount(labels, minlength=self.classes)
+        if self.fixed_ridge is None:
+            self._select_ridge(features, labels, task)
+        if self.factors is None:
+            self._add(features, labels)
+        else:
+            for row in labels.unique().tolist():
+                self._add(features[labels == row], labels[labels == row])
+        self.solve()
+
+    def _add(self, features: Tensor, labels: Tensor) -> None:
+        """Add images to the sums; with `blend`, these images hide each other."""
+        gram = None if self.factors is not None else self._unpacked()
+        sums, counts = self.sums.frozen, torch.bincount(labels, minlength=self.classes)
         if self.blend:
             task_sums, is_shared = self._added(features, labels)
             means = (task_sums / counts.clamp(min=1)).T
@@ -110,18 +156,95 @@ class RandomRidge(RandomFeatures):
             sums = sums.index_add(1, chunk_labels, hidden.T)
             if self.blend:
                 hidden = torch.where(is_shared, hidden, means[chunk_labels])
-            gram = gram + hidden.T @ hidden
-        self.gram = torch.cat([row[index:] for index, row in enumerate(gram)])
+            if self.factors is not None:
+                self.factors.add(hidden, int(labels[0]))
+            else:
+                gram = gram + hidden.T @ hidden
+        if gram is not None:
+            self._pack(gram)
         self.sums.frozen = sums
         self.counts.frozen = self.counts.frozen + counts
+
+    def solve(self) -> None:
+        """Solve the regression from the sums."""
         # On the CPU, because not every accelerator supports float64.
-        damped, targets = gram.to("cpu", torch.float64, copy=True), sums.cpu().double()
-        ridge = self._effective_ridge(float(damped.trace()))
+        gram = self._unpacked() if self.factors is None else self.factors.total()
+        gram, targets = gram.cpu().double(), self.sums.frozen.cpu().double()
+        damped, ridge = gram.clone(), self._effective_ridge(float(gram.trace()))
         if self.balance:
             damped, targets, ridge = self._balanced(damped, targets, ridge)
         damped.diagonal().add_(ridge)
-        solved = torch.cholesky_solve(targets, torch.linalg.cholesky(damped))
+        factor = torch.linalg.cholesky(damped)
+        solved = torch.cholesky_solve(targets, factor)
+        if self.balance and self.fixed_ridge == "relative":
+            solved = solved * self._compensation(gram, targets, solved, factor)
         self.weight.frozen = solved.to(self.weight.frozen).contiguous()
+
+    def _compensation(self, gram: Tensor, means: Tensor, solved: Tensor, factor: Tensor) -> Tensor:
+        """Compute by how much a class with few images scores too low, one factor for each class.
+
+        A mean of n images is m + e with covariance S / n of e. With q = m^T A^-1 m (A without the
+        class) new images score q / (1 + q + tr(A^-1 S) / n) on average, because the regression
+        also fits e; with many images it would be q / (1 + q).
+        """
+        counts = self.counts.frozen.cpu().double()
+        freedom = float((counts - 1).clamp(min=0).sum())
+        scatter = gram - (means * counts) @ means.T
+        spread = float((torch.cholesky_inverse(factor) * scatter).sum()) / max(1.0, freedom)
+        own = (solved * means).sum(dim=0).clamp(max=MAX_OWN_SCORE)
+        fitted = own / (1 - own)
+        noise = max(0.0, spread) / counts.clamp(min=1)
+        expected = (fitted - noise).maximum(MIN_SIGNAL * fitted)
+        return ((1 + fitted) / (1 + expected)) ** COMPENSATION
+
+    def drop_classes(self, rows: Sequence[int]) -> None:
+        if self.factors is not None:
+            self.factors.drop_classes(rows)
+        else:
+            sums, counts = self.sums.frozen.T.double(), self.counts.frozen
+            self._pack(without_classes(self._unpacked().double(), sums, counts, rows))
+        kept = other_rows(self.classes, rows)
+        for bank in (self.sums, self.weight, self.counts):
+            bank.keep(kept)
+
+    def unite_classes(self, rows: Sequence[int], into: int) -> None:
+        for bank in (self.sums, self.weight, self.counts):
+            unite_rows(bank, rows, into)
+        if self.factors is not None:
+            self.factors.unite_classes(rows, into)
+
+    def absorb(self, other: RandomRidge, rows: Sequence[int]) -> None:
+        if not torch.equal(self.seed.cpu(), other.seed.cpu()):
+            raise CannotEdit("the models have different random features; use one seed for both")
+        for bank, others in (
+            (self.sums, other.sums),
+            (self.weight, other.weight),
+            (self.counts, other.counts),
+        ):
+            absorb_rows(bank, others, rows)
+        if self.factors is not None and other.factors is not None:
+            self.factors.absorb(other.factors, rows)
+        else:
+            self.gram = self.gram + other.gram.to(self.gram)
+        self.errors = self.errors + other.errors.to(self.errors)
+        if self.fixed_ridge is None and self.errors.any():
+            self.ridge = self.ridge.new_tensor(RIDGE_CANDIDATES[int(self.errors.argmin())])
+
+    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
+        hidden, sums = self.hidden(features), self.sums.frozen
+        sources = torch.full_like(labels, source)
+        sums = sums.index_add(1, sources, hidden.T, alpha=-1).index_add(1, labels, hidden.T)
+        self.sums.frozen = sums
+        moved = torch.bincount(labels, minlength=self.classes)
+        self.counts.frozen = self.counts.frozen + moved
+        self.counts.frozen[source] -= len(labels)
+        if self.factors is not None:
+            self.factors.move_images(hidden, source, labels)
+
+    def is_consistent(self, classes: int) -> bool:
+        """Whether all sizes fit the number of classes."""
+        rows = {len(self.sums), len(self.weight), len(self.counts)}
+        return rows == {classes} and (self.factors is None or self.factors.is_consistent(classes))
 
     def _added(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the class sums of a task, and the random features no single image dominates.
@@ -165,13 +288,20 @@ class RandomRidge(RandomFeatures):
         return scatter / average + means @ means.T, means, ridge / average
 
     def _effective_ridge(self, trace: float) -> float:
-        """Return the configured or selected ridge, or a default in proportion to the trace."""
+        """Return the configured or selected ridge, or one in proportion to the trace."""
+        if self.fixed_ridge == "relative":
+            relative = RELATIVE_RIDGE * trace / max(1, int(self.counts.frozen.sum()))
+            self.ridge = self.ridge.new_tensor(relative)
         ridge = float(self.ridge) or DEFAULT_RIDGE * trace
         minimum = MIN_RIDGE * trace
-        if ridge < minimum and self.fixed_ridge is not None:
+        if ridge < minimum and isinstance(self.fixed_ridge, float):
             log.warning("ridge %g is too small for float32 and is raised to %g", ridge, minimum)
             self.ridge = self.ridge.new_tensor(minimum)
         return max(ridge, minimum)
+
+    def _pack(self, gram: Tensor) -> None:
+        """Store the upper triangle of the Gram matrix."""
+        self.gram = torch.cat([row[index:] for index, row in enumerate(gram)]).to(self.gram)
 
     def _unpacked(self) -> Tensor:
         """Return the full Gram matrix, projected x projected."""
@@ -182,6 +312,20 @@ class RandomRidge(RandomFeatures):
             gram[row, row:] = self.gram[start : start + count]
             start += count
         return gram + gram.triu(1).T
+
+    def _select_ridge(self, features: Tensor, labels: Tensor, task: int) -> None:
+        """Choose the ridge by its squared errors on validation images of all tasks so far.
+
+        Only images of classes with several images count: the features of a class whose only image
+        is held out say nothing about the ridge. A single class is always fitted best with the
+        smallest ridge, which says nothing about several.
+        """
+        several = torch.bincount(labels)[labels] > 1
+        features, labels = features[several], labels[several]
+        if len(labels) >= MIN_SELECTION_IMAGES and bool((labels != labels[0]).any()):
+            self.errors = self.errors + self._validation_errors(features, labels, task)
+        if self.errors.any():
+            self.ridge = self.ridge.new_tensor(RIDGE_CANDIDATES[int(self.errors.argmin())])
 
     def _validation_errors(self, features: Tensor, labels: Tensor, task: int) -> Tensor:
         """Compute the squared validation error of each ridge candidate on a fifth of the task.
@@ -195,20 +339,14 @@ class RandomRidge(RandomFeatures):
         hidden = self.hidden(features[selected]).cpu().double()
         targets = F.one_hot(labels[selected]).cpu().double()
         split = len(selected) // 5  # validation images first, then training images
+        trained = targets[split:].sum(dim=0) > 0
+        usable = trained[labels[selected[:split]].cpu()]
         kernel = hidden @ hidden.T
         values, vectors = torch.linalg.eigh(kernel[split:, split:])
-        left = kernel[:split, split:] @ vectors
+        left = kernel[:split, split:][usable] @ vectors
         right = vectors.T @ targets[split:]
         errors = [
-            float(((left / (values + ridge)) @ right - targets[:split]).square().sum())
+            float(((left / (values + ridge)) @ right - targets[:split][usable]).square().sum())
             for ridge in RIDGE_CANDIDATES
         ]
         return self.errors.new_tensor(errors)
-
-
-def _can_select_ridge(labels: Tensor) -> bool:
-    """Whether a task has enough images, and several classes.
-
-    A single class is always fitted best with the smallest ridge, which says nothing about several.
-    """
-    return len(labels) >= MIN_SELECTION_IMAGES and bool((labels != labels[0]).any())

@@ -6,6 +6,7 @@ Hayes and Kanan, CVPR Workshops 2020, https://arxiv.org/abs/1909.01520. The publ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -14,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
+from coda_prompt.methods.additive import AdditiveState
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, full_precision
 from coda_prompt.methods.closedform import ClosedForm
@@ -31,6 +33,8 @@ class StreamingLDAConfig(MethodConfig):
     approximating shrinkage, which falls with the number of images."""
     normalize: bool = True
     """Scale features to unit length."""
+    removable: bool = False
+    """Store the second moments of each class apart, so that it can be forgotten."""
 
 
 class StreamingLDA(ClosedForm):
@@ -38,24 +42,27 @@ class StreamingLDA(ClosedForm):
 
     Config = StreamingLDAConfig
     variants = MappingProxyType({"slda": {}})
+    removable_option = ("removable", True)
     config: StreamingLDAConfig
 
     def __init__(self, backbone: ViT, config: StreamingLDAConfig) -> None:
         super().__init__(backbone, config)
         width = backbone.config.width
-        self.moments = FeatureMoments(width)
+        self.moments = FeatureMoments(width, removable=config.removable)
         self.weight, self.bias = Bank((width,)), Bank()
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
         new, width = self.classes_seen - len(self.weight), self.vit_config.width
-        self.moments.counts.append(torch.zeros(new))
-        self.moments.sums.append(torch.zeros(new, width))
+        self.moments.grow(self.classes_seen)
         self.weight.append(torch.zeros(new, width))
         self.bias.append(torch.zeros(new))
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.moments.add(self._scaled(features), labels)
+        self.solve()
+
+    def solve(self) -> None:
         means = self.moments.means()
         precision = torch.linalg.inv(self._shrunk_covariance())
         weight = means @ precision
@@ -63,6 +70,12 @@ class StreamingLDA(ClosedForm):
         bias[self.moments.counts.frozen == 0] = -torch.inf
         self.weight.frozen = weight.to(self.weight.frozen)
         self.bias.frozen = bias.to(self.bias.frozen)
+
+    def statistics_parts(self) -> Sequence[AdditiveState]:
+        return (self.moments,)
+
+    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
+        super().move_images(self._scaled(features), source, labels)
 
     def scores(self, queries: Tensor) -> Tensor:
         features = self._scaled(queries.to(self.weight.frozen.dtype))
@@ -91,6 +104,6 @@ class StreamingLDA(ClosedForm):
         return ParameterCount(0, self.weight.frozen.numel())
 
     def _is_consistent(self) -> bool:
-        moments = self.moments
-        rows = {len(moments.counts), len(moments.sums), len(self.weight), len(self.bias)}
-        return super()._is_consistent() and rows == {self.classes_seen}
+        rows = {len(self.weight), len(self.bias)}
+        fits = self.moments.is_consistent(self.classes_seen)
+        return super()._is_consistent() and fits and rows == {self.classes_seen}

@@ -17,10 +17,10 @@ from prometheus_client import generate_latest
 from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
-from coda_prompt.learner import store
 from coda_prompt.preprocessing import input_kind
-from coda_prompt.serve import schemas
+from coda_prompt.serve import editing, schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
+from coda_prompt.serve.editing import CurrentService
 from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
 from coda_prompt.serve.requests import read_examples, read_images
@@ -40,7 +40,9 @@ def make_app(service: Service, policy: AccessPolicy | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(service.follow_folder())
         yield
+        following.cancel()
         await service.close()
 
     app = FastAPI(
@@ -49,6 +51,7 @@ def make_app(service: Service, policy: AccessPolicy | None = None) -> FastAPI:
     app.state.service, app.state.metrics = service, Metrics(service)
     add_exception_handlers(app)
     app.include_router(api)
+    app.include_router(editing.api)
     app.include_router(pages)
     app.mount("/page", StaticFiles(directory=str(PAGE)), name="page")
     app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_path)), name="docs")
@@ -59,21 +62,16 @@ def make_app(service: Service, policy: AccessPolicy | None = None) -> FastAPI:
     return app
 
 
-def _get_service(request: Request) -> Service:
-    return request.app.state.service
-
-
 def _get_metrics(request: Request) -> Metrics:
     return request.app.state.metrics
 
 
-def _get_job(number: str, service: Annotated[Service, Depends(_get_service)]) -> Job:
+def _get_job(number: str, service: CurrentService) -> Job:
     if number not in service.jobs:
         raise RequestError(404, "There is no such job.")
     return service.jobs[number]
 
 
-CurrentService = Annotated[Service, Depends(_get_service)]
 CurrentMetrics = Annotated[Metrics, Depends(_get_metrics)]
 CurrentJob = Annotated[Job, Depends(_get_job)]
 
@@ -141,13 +139,6 @@ async def job_events(job: CurrentJob) -> StreamingResponse:
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
 
-@api.post("/undo", response_model=schemas.Classes)
-async def undo(service: CurrentService) -> dict[str, Any]:
-    """Restore the version before the newest task."""
-    version = await service.undo()
-    return {"version": version.name, "classes": version.classes}
-
-
 @api.get("/classes", response_model=schemas.Classes)
 async def classes(service: CurrentService) -> dict[str, Any]:
     """List the learned classes."""
@@ -164,7 +155,8 @@ async def model(service: CurrentService) -> dict[str, Any]:
         "backbone": version.classifier.backbone_name,
         "input": input_kind(version.predictor.preprocessing.channels),
         "tasks": version.classifier.tasks_,
-        "can_undo": (service.folder / store.PREVIOUS).exists(),
+        "can_undo": version.classifier.can_undo,
+        "can_redo": version.classifier.can_redo,
         "learning": service.learning,
     }
 

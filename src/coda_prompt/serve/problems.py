@@ -11,7 +11,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from coda_prompt.errors import BadImage, BadImages, CodaError, FolderBusy, NothingToUndo
+from coda_prompt.errors import (
+    BadImage,
+    BadImages,
+    BadOption,
+    CannotEdit,
+    CodaError,
+    FolderBusy,
+    MissingData,
+    NothingToUndo,
+    NotLearned,
+)
 from coda_prompt.serve.schemas import Problem
 from coda_prompt.serve.uploads import RequestError
 
@@ -72,9 +82,10 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def coda_error(_: Request, error: CodaError) -> JSONResponse:
         if isinstance(error, NothingToUndo):
             return problem_response(409, "There is no earlier version to restore.")
-        if isinstance(error, FolderBusy):
+        if isinstance(error, FolderBusy | CannotEdit):
             return problem_response(409, str(error))
-        return problem_response(422 if isinstance(error, BadImage | BadImages) else 503, str(error))
+        invalid = isinstance(error, BadImage | BadImages | NotLearned | BadOption | MissingData)
+        return problem_response(422 if invalid else 503, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:

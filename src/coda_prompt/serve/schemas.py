@@ -77,6 +77,7 @@ class ModelInfo(BaseModel):
     input: str = Field(description="What the backbone is for: `drawing` or `photograph`.")
     tasks: list[dict[str, Any]]
     can_undo: bool
+    can_redo: bool
     learning: bool
 
 

@@ -8,11 +8,11 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import PrivateAttr
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
+from coda_prompt.learner.editing import edited
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.serve import learning
 from coda_prompt.serve.batching import Batcher
@@ -29,6 +30,10 @@ from coda_prompt.serve.uploads import Example, RequestError, decode_image
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
 MAX_REASON_LENGTH = 400
+FOLLOW_SECONDS = 1.0
+"""Time between two looks at the model folder for versions of other processes."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,47 @@ class Service:
         """Whether a lesson is running."""
         return any(job.state == "running" for job in self.jobs.values())
 
-    async def undo(self) -> Version:
-        """Restore the version before the newest task."""
+    async def restore(self, to: int | None = None, *, redo: bool = False) -> None:
+        """Restore another version; arguments as in `store.restore_version`."""
+
+        def restore() -> None:
+            with store.exclusive_writer(self.folder):
+                store.restore_version(self.folder, to, redo=redo)
+
+        await self._change(restore)
+
+    async def edit(
+        self, change: Callable[[ContinualClassifier], Result], *, discards_progress: bool = False
+    ) -> Result:
+        """Change the model on disk, which may be newer than the current version, and read it."""
+
+        def edit() -> Result:
+            parts = {"device": self.device, **self.parts}
+            with edited(self.folder, discards_progress=discards_progress, **parts) as classifier:
+                return change(classifier)
+
+        return await self._change(edit)
+
+    async def read(self, question: Callable[[ContinualClassifier], Result]) -> Result:
+        """Ask the current version something that takes time."""
+        async with self._write_lock:
+            return await asyncio.to_thread(question, self.current.classifier)
+
+    async def follow_folder(self) -> None:
+        """Switch to a version that another process has written, as long as the service runs."""
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            with contextlib.suppress(CodaError, OSError):
+                async with self._write_lock:
+                    if not await asyncio.to_thread(self._is_current):
+                        self.current = await asyncio.to_thread(self._read)
+
+    async def _change(self, change: Callable[[], Result]) -> Result:
         self._refuse_while_learning()
         async with self._write_lock:
-            await asyncio.to_thread(self._undo)
+            result = await asyncio.to_thread(change)
             self.current = await asyncio.to_thread(self._read)
-        return self.current
+        return result
 
     async def close(self) -> None:
         """Answer pending predictions; cancel a running lesson, which leaves the model unchanged."""
@@ -229,7 +268,3 @@ class Service:
         """Return whether the current version is the one on disk."""
         digest = store.model_sha256(self.folder) or ""
         return self.current.name.endswith(f"-{digest[:8]}")
-
-    def _undo(self) -> None:
-        with store.exclusive_writer(self.folder):
-            store.restore_previous(self.folder)

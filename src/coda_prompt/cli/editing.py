@@ -1,0 +1,225 @@
+"""Commands that edit what was taught: rename, merge-classes, forget, relabel, undo, merge, ..."""
+
+import contextlib
+import dataclasses
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coda_prompt import console
+from coda_prompt.cli import options
+from coda_prompt.errors import BadOption, CorruptFile, join_names
+
+if TYPE_CHECKING:
+    from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.store import Model
+
+app = typer.Typer()
+
+ClassName = Annotated[str, typer.Argument(help="Class name.")]
+
+
+@app.command(epilog="Example: `coda rename my-model cat 'house cat'`")
+def rename(
+    model: options.Model,
+    old: ClassName,
+    new: Annotated[str, typer.Argument(help="Its new name.")],
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+) -> None:
+    """Rename a class."""
+    with _edited(model, backbone, method) as classifier:
+        classifier.rename(old, new)
+    _print_state(model, f"{old} is now {new}")
+
+
+@app.command("merge-classes", epilog="Example: `coda merge-classes my-model mug cup --into cup`")
+def merge_classes(
+    model: options.Model,
+    names: Annotated[list[str], typer.Argument(help="Two or more classes.")],
+    into: Annotated[str, typer.Option(help="Name of the class they become.")],
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+) -> None:
+    """Unite classes into one, as if they had been taught under one name."""
+    with _edited(model, backbone, method) as classifier:
+        classifier.merge_classes(names, into)
+    _print_state(model, f"{join_names(names)} are now {into}")
+
+
+@app.command(epilog="Example: `coda forget my-model 'a person'`")
+def forget(
+    model: options.Model,
+    name: ClassName,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Remove a class from a model and all its versions. This cannot be undone."""
+    question = f"Remove {name} from {model} and all its versions? This cannot be undone."
+    if not yes and not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+    with _edited(model, backbone, method, discards_progress=True) as classifier:
+        forgotten = classifier.forget(name)
+    if as_json:
+        console.print_json(dataclasses.asdict(forgotten))
+        return
+    _print_state(model, f"{name} ({forgotten.images} images) is removed")
+    console.print_message(f"{forgotten.versions} earlier versions rewritten; {forgotten.remains}")
+
+
+@app.command(epilog="Example: `coda relabel my-model corrected/ --from cat`")
+def relabel(
+    model: options.Model,
+    folder: options.Folder,
+    taught_as: Annotated[str, typer.Option("--from", help="The class they were taught as.")],
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Move images that were taught as the wrong class; FOLDER has them under the right name."""
+    with _edited(model, backbone, method) as classifier:
+        counts = classifier.relabel(folder, taught_as=taught_as)
+    if as_json:
+        console.print_json(counts)
+        return
+    moved = ", ".join(f"{count} to {name}" for name, count in counts.items())
+    _print_state(model, f"moved from {taught_as}: {moved}")
+
+
+@app.command(epilog="Examples: `coda undo my-model`; `coda undo my-model --to 3`")
+def undo(
+    model: options.Model,
+    to: Annotated[
+        int | None, typer.Option(min=0, help="Number of a version, see `coda history`.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Undo the newest lesson or edit: restores the previous version, bit for bit."""
+    from coda_prompt.learner import store
+
+    with contextlib.suppress(CorruptFile):  # a damaged model can be undone, a missing one cannot
+        store.read_model(model)
+    with store.exclusive_writer(model):
+        _print_restored(model, store.restore_version(model, to), as_json)
+
+
+@app.command(epilog="Example: `coda redo my-model`")
+def redo(model: options.Model, as_json: options.AsJson = False) -> None:
+    """Restore the version that was undone last, bit for bit."""
+    from coda_prompt.learner import store
+
+    store.read_model(model)
+    with store.exclusive_writer(model):
+        _print_restored(model, store.restore_version(model, redo=True), as_json)
+
+
+@app.command(epilog="Example: `coda history my-model`")
+def history(model: options.Model, as_json: options.AsJson = False) -> None:
+    """List the lessons with their accuracy and their cost for older classes, edits and versions.
+
+    The cost is known for lessons whose command named images of older classes.
+    """
+    from coda_prompt.learner import reports, store
+    from coda_prompt.learner.card import percent
+
+    current = store.read_model(model)
+    found = reports.history(current, store.read_history(model, current.description))
+    if as_json:
+        console.print_json(dataclasses.asdict(found))
+        return
+    rows = []
+    for entry in found.entries:
+        cost = ""
+        if entry.older_before is not None:
+            cost = f"{percent(entry.older_before)} -> {percent(entry.older_after)}"
+        what = entry.what or join_names(entry.new, 6)
+        shares = [percent(entry.accuracy), percent(entry.accuracy_own)]
+        numbers = [join_names(entry.continued, 6), entry.images, *shares, cost]
+        rows.append([entry.date[:10], what, *(numbers if entry.kind == "lesson" else [""] * 5)])
+    heads = ["date", "new classes or edit", "continued", "images", "accuracy", "among own", "older"]
+    console.stdout_console().print(console.table(heads, rows))
+    versions = [
+        [f"{each.number}{' (current)' if each.current else ''}", each.lessons, each.classes]
+        for each in found.versions
+    ]
+    heads = ["version", "lessons", "classes"]
+    console.stdout_console().print(console.table(heads, versions, "Versions: coda undo --to N"))
+
+
+@app.command(epilog="Examples: `coda diff my-model other-model`; `coda diff my-model@3 my-model`")
+def diff(
+    first: Annotated[str, typer.Argument(help="Model folder, or FOLDER@N for version N.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Show how two models or versions differ: classes, images, settings."""
+    from coda_prompt.learner import reports
+
+    found = reports.difference(reports.read_named(first), reports.read_named(second))
+    if as_json:
+        console.print_json(dataclasses.asdict(found))
+        return
+    rows: list[list[object]] = []
+    rows += [[name, count, "-"] for name, count in found.only_first.items()]
+    rows += [[name, "-", count] for name, count in found.only_second.items()]
+    rows += [[name, *counts] for name, counts in found.images.items()]
+    rows += [[name, *values] for name, values in found.settings.items()]
+    names = [console.decode_file_name(name) for name in (first, second)]
+    console.stdout_console().print(console.table(["class (images) or setting", *names], rows))
+    console.print_result(f"{found.same} classes with equally many images in both")
+
+
+@app.command(epilog="Example: `coda merge model-a model-b --out joined`")
+def merge(
+    models: Annotated[list[Path], typer.Argument(help="Two or more model folders.")],
+    out: Annotated[Path, typer.Option(help="Folder of the joined model.")],
+    backbone: options.BackboneFile = None,
+    method: options.MethodFile = None,
+) -> None:
+    """Join models that were taught apart, without their images.
+
+    They need the same closed-form method and backbone. Classes of the same name are united.
+    """
+    from coda_prompt.learner import store
+    from coda_prompt.learner.classifier import ContinualClassifier
+
+    if (out / store.MODEL).exists():
+        raise BadOption("coda merge", "out", f"there is a model in {out} already")
+    classifiers = [
+        ContinualClassifier.load(each, backbone=backbone, method=method, verbose=False)
+        for each in models
+    ]
+    ContinualClassifier.merge(classifiers).save(out)
+    _print_state(out, f"{len(models)} models joined")
+
+
+def _edited(
+    model: Path, backbone: str | None, method: str | None, *, discards_progress: bool = False
+) -> "AbstractContextManager[ContinualClassifier]":
+    """Load a model for an edit and write it afterwards; nobody else writes in between."""
+    from coda_prompt.learner.editing import edited
+
+    return edited(model, backbone=backbone, method=method, discards_progress=discards_progress)
+
+
+def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
+    description = restored.description
+    if as_json:
+        lessons, classes = len(description.tasks), description.classes
+        console.print_json({"version": restored.number, "tasks": lessons, "classes": classes})
+        return
+    counts = f"{len(description.classes)} classes in {len(description.tasks)} tasks"
+    name = console.decode_file_name(str(model))
+    console.print_message(f"{name}: back to {counts} (version {restored.number})")
+
+
+def _print_state(model: Path, what: str) -> None:
+    """Print an edit and what the model has now."""
+    from coda_prompt.learner import store
+
+    classes = len(store.read_model(model).description.classes)
+    console.print_message(f"{console.decode_file_name(str(model))}: {what}; {classes} classes")

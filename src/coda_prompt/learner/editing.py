@@ -1,0 +1,414 @@
+"""Edit what was taught: rename, unite, forget and relabel classes, and join models.
+
+Editing changes the method and the other additive states of a classifier (`additive_states`) and the
+records of its lessons. If it fails, the classifier is left unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from coda_prompt import errors
+from coda_prompt.console import is_valid_class_name
+from coda_prompt.data.stream import Samples
+from coda_prompt.learner import store
+from coda_prompt.learner.lesson import make_engine
+from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
+from coda_prompt.learner.versions import History
+from coda_prompt.methods import TaskBrief
+from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
+
+if TYPE_CHECKING:
+    from coda_prompt.data.resolve import Labelled
+    from coda_prompt.learner.classifier import ContinualClassifier
+
+NOTHING_REMAINS = "nothing of it remains in the sums"
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What `forget` removed."""
+
+    name: str
+    images: int
+    """Images of the class that had been taught, including held-out ones."""
+    versions: int
+    """Stored versions that had the class and were rewritten."""
+    remains: str
+    """What of the class remains in sums over all classes."""
+
+
+@contextlib.contextmanager
+def edited(
+    folder: Path, *, discards_progress: bool = False, **parts: Any
+) -> Iterator[ContinualClassifier]:
+    """Load the model of a folder for an edit, and write it at the end of the block.
+
+    The folder is locked, so no other process writes in between.
+
+    Args:
+        folder: A model folder.
+        discards_progress: Whether checkpoints of an unfinished lesson are deleted, because they
+            contain what the model had learned before the edit.
+        **parts: As in `ContinualClassifier.load`.
+
+    Raises:
+        FolderBusy: Another process is writing.
+    """
+    from coda_prompt.learner.classifier import ContinualClassifier
+
+    store.read_model(folder)  # before the lock creates a folder
+    with store.exclusive_writer(folder):
+        classifier = ContinualClassifier.load(folder, verbose=False, **parts)
+        yield classifier
+        if discards_progress:
+            shutil.rmtree(folder / store.PROGRESS, ignore_errors=True)
+        classifier.write(folder)
+
+
+def additive_states(classifier: ContinualClassifier) -> list[AdditiveState]:
+    """Return the method and every other state that adds up over images.
+
+    Raises:
+        CannotEdit: The method is not in closed form.
+    """
+    method = classifier.network.method
+    if not isinstance(method, AdditiveMethod):
+        raise errors.CannotEdit(
+            f"{classifier.network.entry.name} is trained by gradients on the images of all classes "
+            "of a lesson, which cannot be told apart afterwards",
+            "Undo the lesson and teach it again without them, or use ranpac, slda or ncm.",
+        )
+    return [method]
+
+
+def rename(classifier: ContinualClassifier, old: str, new: str) -> None:
+    """Give a class another name; `ContinualClassifier.rename` documents it."""
+    row_of(classifier, old)
+    _check_free(classifier, new, ())
+    previous = classifier._model()
+    tasks = rewritten(previous.description.tasks, {old: new})
+    classifier._replace(previous, tasks, _edit(tasks, f"renamed {old} to {new}", [old], new))
+
+
+def merge_classes(classifier: ContinualClassifier, names: Sequence[str], into: str) -> None:
+    """Unite classes; `ContinualClassifier.merge_classes` documents it."""
+    rows = sorted({row_of(classifier, name) for name in names})
+    if len(rows) < 2:
+        raise errors.CannotEdit("two different classes are needed to unite them")
+    _check_free(classifier, into, names)
+    previous = classifier._model()
+    with _unchanged_on_error(classifier, previous):
+        for state in additive_states(classifier):
+            state.unite_classes(rows, rows[0])
+    tasks = rewritten(previous.description.tasks, dict.fromkeys(names, into))
+    what = f"united {errors.join_names(names)} into {into}"
+    classifier._replace(previous, tasks, _edit(tasks, what, names, into))
+
+
+def forget(classifier: ContinualClassifier, name: str) -> Forgotten:
+    """Remove a class from all versions; `ContinualClassifier.forget` documents it."""
+    row_of(classifier, name)
+    if len(classifier.classes_) == 1:
+        raise errors.CannotEdit("it is the only class", "Delete the model folder instead.")
+    additive_states(classifier)
+    current, history = classifier._model(), classifier._history
+    images = sum(task.images.get(name, 0) for task in current.description.tasks)
+    remains = _what_remains(classifier, name)
+    history.read_all()
+    with _unchanged_on_error(classifier, current):
+        before, after, now = (
+            [_without(classifier, each, names_in(each, current, name)) for each in models]
+            for models in (history.before, history.after, [current])
+        )
+    assert now[0] is not None
+    pairs = zip((*history.before, *history.after), (*before, *after), strict=True)
+    changed = sum(old is not new for old, new in pairs)
+    history.before = [each for each in before if each is not None]
+    history.after = [each for each in after if each is not None]
+    classifier.network.set_state(now[0], "the edited model")
+    edit = _edit(classifier.network.tasks, "forgot a class", [])
+    classifier.network.edits = [*classifier.network.edits, edit]
+    classifier._saved = None
+    return Forgotten(name, images, changed, remains)
+
+
+def relabel(classifier: ContinualClassifier, images: Labelled, taught_as: str) -> dict[str, int]:
+    """Move images to the right classes; `ContinualClassifier.relabel` documents it."""
+    source = row_of(classifier, taught_as)
+    counts = images.counts()
+    if taught_as in counts:
+        raise errors.CannotEdit(f"the images of {taught_as} have the name they were taught as")
+    taught = sum(task.images.get(taught_as, 0) for task in classifier.network.tasks)
+    if sum(counts.values()) >= taught:
+        raise errors.CannotEdit(
+            f"{taught_as} was taught with {taught} images, and {sum(counts.values())} would leave",
+            "Use rename or merge-classes for a whole class.",
+        )
+    previous, known = classifier._model(), classifier.classes_
+    new = [name for name in images.names if name not in known]
+    names = [*known, *new]
+    labels = np.array([names.index(name) for name in images.names])[images.split.labels]
+    with _unchanged_on_error(classifier, previous):
+        states = additive_states(classifier)
+        samples = Samples(images.split, np.arange(len(labels)), labels)
+        engine = make_engine(classifier.network, None, None, lambda: False, None)
+        features, queries = engine._features_and_queries(classifier.network.method, samples)
+        if new:
+            _open_classes(classifier, states, len(new))
+        rows = torch.from_numpy(labels).to(features.device)
+        for state in states:
+            own = features if state is classifier.network.method or queries is None else queries
+            state.move_images(own, source, rows)
+    tasks = _relabelled(
+        classifier.network.tasks, taught_as, counts, new, classifier.network.method.temperature
+    )
+    what = f"relabelled {len(labels)} images of {taught_as}"
+    classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
+    return counts
+
+
+def merge(classifiers: Sequence[ContinualClassifier]) -> ContinualClassifier:
+    """Join classifiers; `ContinualClassifier.merge` documents it."""
+    if len(classifiers) < 2:
+        raise errors.CannotEdit("two or more models are needed")
+    first, *others = classifiers
+    joined = copy.copy(first)
+    joined._network, joined._history = first.network.copied(), History()
+    joined._home, joined._saved, joined._checkpointer = None, None, None
+    join(joined, others)
+    joined._history = History()
+    return joined
+
+
+def join(classifier: ContinualClassifier, others: Sequence[ContinualClassifier]) -> None:
+    """Add what others have learned to a classifier, as a new version of it.
+
+    Raises:
+        CannotEdit: As in `ContinualClassifier.merge`.
+    """
+    for other in others:
+        _check_mergeable(classifier, other)
+    _refuse_common_lessons([classifier, *others])
+    previous, tasks = classifier._model(), list(classifier.network.tasks)
+    with _unchanged_on_error(classifier, previous):
+        for other in others:
+            tasks = rewritten([*tasks, *other.network.tasks], {})
+            names = [name for task in tasks for name in task.new]
+            rows = [names.index(name) for name in other.classes_]
+            pairs = zip(additive_states(classifier), additive_states(other), strict=True)
+            for state, added in pairs:
+                state.absorb(added, rows)
+    edit = _edit(tasks, f"joined {1 + len(others)} models", [])
+    classifier._replace(previous, tasks, edit)
+
+
+def row_of(classifier: ContinualClassifier, name: str) -> int:
+    """Return the row of a class.
+
+    Raises:
+        NotLearned: There is no such class.
+    """
+    if name not in classifier.classes_:
+        raise errors.NotLearned([name], classifier.classes_)
+    return classifier.classes_.index(name)
+
+
+def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> list[TaskRecord]:
+    """Return the records of lessons with other class names.
+
+    Args:
+        tasks: Lessons in order.
+        names: Old name -> new name; None: the class is left out. A class whose name was introduced
+            before is continued.
+    """
+    seen: set[str] = set()
+    result = []
+    for task in tasks:
+        new, continued, images = list[str](), list[str](), dict[str, int]()
+        for old in (*task.new, *task.continued):
+            name = names.get(old, old)
+            if name is None:
+                continue
+            images[name] = images.get(name, 0) + task.images.get(old, 0)
+            if name not in seen:
+                new.append(name)
+                seen.add(name)
+            elif name not in new and name not in continued:
+                continued.append(name)
+        changes = {"new": new, "continued": continued, "images": images}
+        result.append(task.model_copy(update=changes))
+    return result
+
+
+def names_in(version: Any, current: Model, name: str) -> set[str]:
+    """Return the names in another version of a class of the current version.
+
+    Args:
+        version: An earlier or undone version.
+        current: The current version.
+        name: A class of the current version. If it was united from several classes, these are
+            returned for versions before that; if it was united with others in an undone version,
+            the class they became is returned.
+    """
+    names, own = {name}, version.description.edits
+    for edit in reversed([edit for edit in current.description.edits if edit not in own]):
+        if edit.into in names:
+            names = (names - {edit.into}) | set(edit.names)
+        elif edit.into is not None:  # the old names belonged to other classes then
+            names -= set(edit.names)
+    for edit in own:
+        if edit not in current.description.edits and edit.into and names & set(edit.names):
+            names = (names - set(edit.names)) | {edit.into}
+    return names & set(version.description.classes)
+
+
+def _without(classifier: ContinualClassifier, version: Any, names: Collection[str]) -> Model | None:
+    """Return a version without some classes, itself if it has none; None if it has no other."""
+    description = version.description
+    aliases, mentioned = set(names), list[EditRecord]()
+    for edit in reversed(description.edits):
+        if aliases & {*edit.names, edit.into}:
+            mentioned.append(edit)
+            aliases |= set(edit.names) if edit.into in aliases else set()
+    if not names and not mentioned:
+        assert isinstance(version, Model)
+        return version
+    if len(description.classes) == len(names):
+        return None
+    classifier.network.set_state(version, f"version {version.number}")
+    for state in additive_states(classifier):
+        state.drop_classes([description.classes.index(name) for name in names])
+    tasks = rewritten(description.tasks, dict.fromkeys(names))
+    changes = {
+        "format": FORMAT,
+        "tasks": tasks,
+        "classes": [each for task in tasks for each in task.new],
+        "number": version.number,
+        "edits": [edit for edit in description.edits if edit not in mentioned],
+    }
+    return Model(description.model_copy(update=changes), classifier.network.tensors())
+
+
+def _what_remains(classifier: ContinualClassifier, name: str) -> str:
+    """Say what of a class `forget` cannot remove."""
+    if classifier.removable:
+        return NOTHING_REMAINS
+    remains = (
+        "its name, mean and count are removed; the scatter of its images around their mean remains "
+        "in the covariance that all classes share (use --removable for a model without this)"
+    )
+    if not classifier.network.method.closed_form and name in classifier.network.tasks[0].new:
+        remains += ", and the prompts were trained on its images"
+    return remains
+
+
+def _open_classes(
+    classifier: ContinualClassifier, states: Sequence[AdditiveState], new: int
+) -> None:
+    """Add classes without images."""
+    method = classifier.network.method
+    rows = tuple(range(method.classes_seen, method.classes_seen + new))
+    index, labels = len(method.task_sizes), torch.zeros(0, dtype=torch.int64)
+    method.begin_task(TaskBrief(index, classifier.network.training.seed, rows, labels))
+    method.end_task()
+    for state in states[1:]:
+        grow: Callable[[int], None] = state.grow  # type: ignore[attr-defined]
+        grow(rows[-1] + 1)
+
+
+def _relabelled(
+    tasks: Sequence[TaskRecord],
+    taught_as: str,
+    counts: Mapping[str, int],
+    new: Sequence[str],
+    temperature: float,
+) -> list[TaskRecord]:
+    """Return the records with images counted under other classes."""
+    result, left = [], sum(counts.values())
+    for task in tasks:
+        moved = min(left, task.images.get(taught_as, 0))
+        left -= moved
+        images = {name: n - moved if name == taught_as else n for name, n in task.images.items()}
+        result.append(task.model_copy(update={"images": images}))
+    record = TaskRecord(
+        date=_now(),
+        new=list(new),
+        continued=[name for name in counts if name not in new],
+        images=dict(counts),
+        held_out=0,
+        accuracy=None,
+        accuracy_own=None,
+        calibration_error=None,
+        temperature=temperature,
+        fitted_on=0,
+    )
+    return [*result, record]
+
+
+def _check_free(classifier: ContinualClassifier, name: str, own: Sequence[str]) -> None:
+    if not is_valid_class_name(name):
+        raise errors.CannotEdit(f"a class cannot be called {name!r}")
+    if name in classifier.classes_ and name not in own:
+        remedy = "Unite the classes with merge-classes, or choose another name."
+        raise errors.CannotEdit(f"there is a class {name} already", remedy)
+
+
+def _check_mergeable(first: ContinualClassifier, other: ContinualClassifier) -> None:
+    """Refuse models whose sums are not of the same features."""
+    additive_states(first)
+    own_network, other_network = first.network, other.network
+    pairs = {
+        "method": (own_network.entry.name, other_network.entry.name),
+        "method file": (own_network.entry.sha256, other_network.entry.sha256),
+        "backbone": (own_network.fingerprint[:16], other_network.fingerprint[:16]),
+        "preprocessing": (own_network.preprocessing(), other_network.preprocessing()),
+        "options": (own_network.method.config, other_network.method.config),
+        "seed": (own_network.training.seed, other_network.training.seed),
+    }
+    for what, (mine, others) in pairs.items():
+        if mine != others:
+            raise errors.CannotEdit(f"the models differ in their {what}: {mine} and {others}")
+
+
+def _refuse_common_lessons(classifiers: Sequence[ContinualClassifier]) -> None:
+    """Refuse models with a lesson in common, whose images would count twice."""
+    lessons = [task for each in classifiers for task in each.network.tasks]
+    for index, lesson in enumerate(lessons):
+        if lesson in lessons[:index] and lesson.images:
+            raise errors.CannotEdit(
+                f"two models have the lesson of {lesson.date} ({errors.join_names(lesson.new)}) in "
+                "common, and its images would count twice",
+                "Undo it in one of them.",
+            )
+
+
+@contextlib.contextmanager
+def _unchanged_on_error(classifier: ContinualClassifier, previous: Model) -> Iterator[None]:
+    """Restore a version if the block raises."""
+    try:
+        yield
+    except BaseException:
+        classifier.network.set_state(previous, "the version before")
+        raise
+
+
+def _edit(
+    tasks: Sequence[TaskRecord], what: str, names: Sequence[str], into: str | None = None
+) -> EditRecord:
+    lessons = len(tasks)
+    return EditRecord(date=_now(), after_lesson=lessons, what=what, names=list(names), into=into)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

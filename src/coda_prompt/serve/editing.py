@@ -1,0 +1,162 @@
+"""Routes that edit what was taught; each edit is a new version, written before the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import Field
+
+from coda_prompt.errors import CorruptFile
+from coda_prompt.learner import editing, reports, store
+from coda_prompt.learner.classifier import ContinualClassifier
+from coda_prompt.serve import schemas
+from coda_prompt.serve.learning import ExampleDataset
+from coda_prompt.serve.requests import read_examples
+from coda_prompt.serve.service import Service
+from coda_prompt.serve.uploads import Example, RequestError
+
+api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
+
+
+class RenameRequest(schemas.Body):
+    old: str
+    new: str
+
+
+class MergeClassesRequest(schemas.Body):
+    classes: list[str] = Field(min_length=2)
+    into: str
+
+
+class ForgetRequest(schemas.Body):
+    name: str
+    confirm: bool = Field(description="Must be true: this cannot be undone.")
+
+
+class Forgotten(schemas.Classes):
+    images: int
+    versions: int = Field(description="Earlier versions that were rewritten.")
+    remains: str = Field(description="What of the class remains in sums over all classes.")
+
+
+def get_service(request: Request) -> Service:
+    """Return the service of the application."""
+    service: Service = request.app.state.service
+    return service
+
+
+CurrentService = Annotated[Service, Depends(get_service)]
+
+
+def classes_of(service: Service) -> dict[str, Any]:
+    """Return the answer of routes that change the model."""
+    return {"version": service.current.name, "classes": service.current.classes}
+
+
+async def _edit(service: Service, change: Callable[[ContinualClassifier], Any]) -> dict[str, Any]:
+    await service.edit(change)
+    return classes_of(service)
+
+
+@api.post("/rename", response_model=schemas.Classes)
+async def rename(body: RenameRequest, service: CurrentService) -> dict[str, Any]:
+    """Rename a class."""
+    return await _edit(service, lambda classifier: classifier.rename(body.old, body.new))
+
+
+@api.post("/merge-classes", response_model=schemas.Classes)
+async def merge_classes(body: MergeClassesRequest, service: CurrentService) -> dict[str, Any]:
+    """Unite classes into one."""
+    return await _edit(
+        service, lambda classifier: classifier.merge_classes(body.classes, body.into)
+    )
+
+
+@api.post("/forget", response_model=Forgotten)
+async def forget(body: ForgetRequest, service: CurrentService) -> dict[str, Any]:
+    """Remove a class from the model and all its versions; this cannot be undone."""
+    if not body.confirm:
+        raise RequestError(422, "Set `confirm` to true: a forgotten class cannot be restored.")
+    forgotten = await service.edit(
+        lambda classifier: classifier.forget(body.name), discards_progress=True
+    )
+    return {**dataclasses.asdict(forgotten), **classes_of(service)}
+
+
+@api.post("/relabel", response_model=schemas.Classes, openapi_extra=schemas.LEARN_BODY)
+async def relabel(
+    examples: Annotated[list[Example], Depends(read_examples)],
+    service: CurrentService,
+    taught_as: Annotated[str, Query(description="The class the images were taught as.")],
+) -> dict[str, Any]:
+    """Move images that were taught as the wrong class to the class they are labelled with."""
+    data = ExampleDataset(examples)
+    return await _edit(service, lambda classifier: classifier.relabel(data, taught_as=taught_as))
+
+
+@api.post(
+    "/merge",
+    response_model=schemas.Classes,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        }
+    },
+)
+async def merge(request: Request, service: CurrentService) -> dict[str, Any]:
+    """Join another model into this one: the body is its `model.safetensors`."""
+    content = await request.body()
+    try:
+        store.decode_model(content, "The uploaded model")
+    except CorruptFile as error:
+        raise RequestError(422, str(error)) from error
+
+    def change(classifier: ContinualClassifier) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / store.MODEL).write_bytes(content)
+            other = ContinualClassifier.load(folder, device=service.device, **service.parts)
+        editing.join(classifier, [other])
+
+    return await _edit(service, change)
+
+
+@api.post("/undo", response_model=schemas.Classes)
+async def undo(
+    service: CurrentService,
+    to: Annotated[int | None, Query(ge=0, description="Number of a version.")] = None,
+) -> dict[str, Any]:
+    """Restore the version before the newest lesson or edit, or version `to`."""
+    await service.restore(to)
+    return classes_of(service)
+
+
+@api.post("/redo", response_model=schemas.Classes)
+async def redo(service: CurrentService) -> dict[str, Any]:
+    """Restore the version that was undone last."""
+    await service.restore(redo=True)
+    return classes_of(service)
+
+
+@api.get("/history")
+async def history(service: CurrentService) -> reports.ModelHistory:
+    """List the lessons with accuracy and cost for older classes, the edits and the versions."""
+    return await service.read(lambda classifier: classifier.history())
+
+
+@api.get("/diff")
+async def diff(service: CurrentService, version: Annotated[int, Query(ge=0)]) -> reports.Difference:
+    """Show how a stored version (first) and the current one (second) differ."""
+
+    def compare(_: ContinualClassifier) -> reports.Difference:
+        first = reports.read_named(f"{service.folder}@{version}")
+        return reports.difference(first, reports.read_named(str(service.folder)))
+
+    return await service.read(compare)

@@ -1,0 +1,482 @@
+"""Edit what was taught: rename, unite, forget, relabel, join models, undo and redo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawings import NAMES, ContinualClassifier, assert_same, drawings, taught
+from forked import PATIENCE
+from serving import png, served
+from small import coda, started_coda
+
+from coda_prompt.errors import BadOption, CannotEdit, NothingToUndo, NotLearned
+from coda_prompt.learner import store
+
+TEST = drawings(range(8), count=6, test=True)[0]
+CLOSED_FORMS = ["ranpac", "slda", "ncm"]
+ADDED = [("ranpac", {"width": 256}), ("slda", {}), ("ncm", {})]
+
+
+def untaught(method: str, **options: Any) -> ContinualClassifier:
+    options = {"width": 256, **options} if method == "ranpac" else options
+    return ContinualClassifier("pocket", method, **options)
+
+
+def taught_whole(method: str, *lessons: list[int], **options: Any) -> ContinualClassifier:
+    """Teach lessons without holding out images."""
+    classifier = untaught(method, **options)
+    for rows in lessons:
+        classifier.learn(*drawings(rows, 12), validation=0)
+    return classifier
+
+
+def assert_agree(first: ContinualClassifier, second: ContinualClassifier) -> None:
+    assert first.classes_ == second.classes_
+    mine, other = first.predict_proba(TEST), second.predict_proba(TEST)
+    assert (mine.argmax(axis=1) == other.argmax(axis=1)).all()
+    np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4)
+
+
+# -- few images
+
+
+def test_thirty_classes_of_one_image_are_told_apart() -> None:
+    images, names = drawings(range(30), 1)
+    classifier = ContinualClassifier("pocket")
+    classifier.learn(images, names)
+    assert (classifier.predict(images) == names).mean() >= 0.95
+    assert classifier.predict_proba(images).max(axis=1).min() > 3 / 30
+
+
+def test_a_ridge_is_not_selected_on_classes_of_one_image() -> None:
+    images, names = drawings(range(12), 1)
+    classifier = untaught("ranpac", ridge=None)
+    classifier.learn(images, names, validation=0)
+    statistics: Any = classifier.network.method.statistics  # type: ignore[union-attr]
+    assert not statistics.errors.any()
+    assert (classifier.predict(images) == names).all()
+
+
+# -- joining models
+
+
+@pytest.mark.parametrize("method", CLOSED_FORMS)
+def test_joined_models_equal_one_taught_both_in_turn(method: str, tmp_path: Path) -> None:
+    """A class that both know is united."""
+    first, second = taught_whole(method, [0, 1, 2]), taught_whole(method, [2, 3, 4], [5])
+    joined = ContinualClassifier.merge([first, second])
+    assert_agree(joined, taught_whole(method, [0, 1, 2], [2, 3, 4], [5]))
+    assert joined.tasks_[1]["continued"] == [NAMES[2]]
+    joined.save(tmp_path)
+    assert_agree(joined, ContinualClassifier.load(tmp_path))
+    joined.learn(*drawings([6], 12))
+    assert joined.classes_[-1] == NAMES[6]
+
+
+def test_a_selected_ridge_is_chosen_from_the_joined_errors() -> None:
+    options = {"ridge": None}
+    parts = [taught_whole("ranpac", rows, **options) for rows in ([0, 1, 2], [3, 4, 5])]
+    joined = ContinualClassifier.merge(parts)
+    errors = [part.network.method.statistics.errors for part in (*parts, joined)]  # type: ignore[union-attr]
+    torch.testing.assert_close(errors[0] + errors[1], errors[2])
+
+
+@pytest.mark.slow
+def test_ten_models_of_ten_classes_join() -> None:
+    lessons = [list(range(first, first + 10)) for first in range(0, 100, 10)]
+    joined = ContinualClassifier.merge([taught_whole("ranpac", rows) for rows in lessons])
+    assert_agree(joined, taught_whole("ranpac", *lessons))
+
+
+def test_models_that_cannot_be_joined_are_refused_with_the_reason() -> None:
+    model = taught_whole("ncm", [0, 1])
+    with pytest.raises(CannotEdit, match="method"):
+        ContinualClassifier.merge([model, taught_whole("slda", [2, 3])])
+    with pytest.raises(CannotEdit, match="in common"):
+        ContinualClassifier.merge([model, model])
+    ranpac = taught_whole("ranpac", [0, 1])
+    for words, options in (("options", {"width": 128}), ("seed", {"seed": 1})):
+        other = taught_whole("ranpac", [2, 3], **options)
+        with pytest.raises(CannotEdit, match=words):
+            ContinualClassifier.merge([ranpac, other])
+    prompted = taught([0, 1], method="coda-p-ranpac", epochs=1)
+    with pytest.raises(CannotEdit, match="prompts of its own"):
+        ContinualClassifier.merge([prompted, taught([2, 3], method="coda-p-ranpac", epochs=1)])
+    trained = taught([0, 1], method="coda-p", epochs=1)
+    with pytest.raises(CannotEdit, match="trained by gradients"):
+        ContinualClassifier.merge([trained, trained])
+
+
+# -- forgetting
+
+
+@pytest.mark.parametrize("method", CLOSED_FORMS)
+def test_a_removable_model_equals_one_that_never_saw_the_class(method: str) -> None:
+    classifier = taught_whole(method, [0, 1, 2, 3], [4, 2], removable=True)
+    forgotten = classifier.forget(NAMES[2])
+    assert "nothing" in forgotten.remains
+    assert forgotten.images == 24
+    assert_agree(classifier, taught_whole(method, [0, 1, 3], [4], removable=True))
+    classifier.learn(*drawings([5], 12), validation=0)
+    assert_agree(classifier, taught_whole(method, [0, 1, 3], [4], [5], removable=True))
+
+
+@pytest.mark.parametrize("method", ["ranpac", "slda"])
+def test_what_remains_of_a_class_is_stated(method: str) -> None:
+    classifier = taught_whole(method, [0, 1, 2, 3])
+    assert "covariance that all classes share" in classifier.forget(NAMES[2]).remains
+    images, names = drawings([0, 1, 3], count=8, test=True)
+    without = taught_whole(method, [0, 1, 3])
+    assert classifier.score(images, names) > without.score(images, names) - 0.1
+
+
+def test_a_forgotten_class_is_in_no_version(tmp_path: Path) -> None:
+    classifier = taught_whole("ncm", [0], [1, 2], [3])
+    classifier.rename(NAMES[2], "secret")
+    classifier.save(tmp_path)
+    classifier.undo()
+    classifier.save(tmp_path)
+    assert coda("redo", str(tmp_path)).returncode == 0
+    (tmp_path / ".progress").mkdir()
+    declined = coda("forget", str(tmp_path), "secret", input="n\n")
+    assert declined.returncode == 1
+    assert "secret" in ContinualClassifier.load(tmp_path).classes_
+    assert coda("undo", str(tmp_path)).returncode == 0
+    done = coda("forget", str(tmp_path), NAMES[2], "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["versions"] == 2
+    assert not (tmp_path / ".progress").exists()
+    for path in sorted(tmp_path.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            assert NAMES[2].encode() not in content, path
+    model = ContinualClassifier.load(tmp_path)
+    assert_agree(model, taught_whole("ncm", [0], [1], [3]))
+    model.undo()
+    assert model.classes_ == [NAMES[0], NAMES[1]]
+    model.undo()
+    assert model.classes_ == [NAMES[0]]
+
+
+def test_methods_that_cannot_forget_refuse_and_stay_as_they_are() -> None:
+    classifier = taught([0, 1, 2], method="coda-p", epochs=1)
+    before = classifier.predict_proba(TEST)
+    with pytest.raises(CannotEdit, match="trained by gradients"):
+        classifier.forget(NAMES[0])
+    with pytest.raises(CannotEdit, match="trained by gradients"):
+        classifier.merge_classes([NAMES[0], NAMES[1]], "both")
+    classifier.rename(NAMES[0], "renamed")
+    assert classifier.classes_[0] == "renamed"
+    np.testing.assert_array_equal(classifier.predict_proba(TEST), before)
+    with pytest.raises(BadOption, match="removable"):
+        ContinualClassifier("pocket", "coda-p", removable=True)
+    with pytest.raises(CannotEdit, match="only class"):
+        taught_whole("ncm", [0]).forget(NAMES[0])
+
+
+def test_prompts_with_ranpac_forget_and_unite_classes(tmp_path: Path) -> None:
+    classifier = taught([0, 1, 2, 3], method="coda-p-ranpac", epochs=1)
+    assert "prompts" in classifier.forget(NAMES[1]).remains
+    classifier.merge_classes([NAMES[0], NAMES[3]], "both")
+    classifier.save(tmp_path)
+    assert_same(ContinualClassifier.load(tmp_path), classifier)
+    classifier.learn(*drawings([5], 12))
+    assert classifier.classes_ == ["both", NAMES[2], NAMES[5]]
+
+
+# -- renaming, uniting, relabelling
+
+
+@pytest.mark.parametrize(("method", "options"), ADDED)
+def test_united_classes_equal_one_class_taught_with_all_images(
+    method: str, options: dict[str, Any]
+) -> None:
+    if method == "ranpac":
+        options = {**options, "blend": False}
+    classifier = taught_whole(method, [0, 1], [2, 3], **options)
+    classifier.merge_classes([NAMES[3], NAMES[1]], "both")
+    whole = untaught(method, **options)
+    for rows in ([0, 1], [2, 3]):
+        images, names = drawings(rows, 12)
+        whole.learn(
+            images, ["both" if n in (NAMES[1], NAMES[3]) else n for n in names], validation=0
+        )
+    assert_agree(classifier, whole)
+    assert classifier.tasks_[1]["continued"] == ["both"]
+
+
+@pytest.mark.parametrize("removable", [False, True])
+@pytest.mark.parametrize("method", CLOSED_FORMS)
+def test_relabelled_images_count_for_the_right_class(method: str, removable: bool) -> None:
+    options: dict[str, Any] = {"removable": True} if removable else {}
+    if method == "ranpac" and not removable:
+        options["blend"] = False
+    images, names = drawings([0, 1], 12)
+    wrong = [NAMES[0]] * 3 + names[3:]
+    classifier = untaught(method, **options)
+    mixed = [*wrong[:12], *[NAMES[0]] * 4, *names[16:]]  # four of the second taught as the first
+    classifier.learn(images, mixed, validation=0)
+    classifier.relabel(images[12:16], names[12:16], taught_as=NAMES[0])
+    right = untaught(method, **options)
+    right.learn(images, names, validation=0)
+    mine, other = classifier.predict_proba(TEST), right.predict_proba(TEST)
+    within = 0.02 if method == "ranpac" and removable else 1e-4
+    np.testing.assert_allclose(mine, other, rtol=0, atol=within)
+    classifier.relabel(images[:2], ["new", "new"], taught_as=NAMES[0])
+    assert classifier.classes_ == [NAMES[0], NAMES[1], "new"]
+    assert classifier.predict(images[:2]).tolist() == ["new", "new"]
+    assert sum(sum(task["images"].values()) for task in classifier.tasks_) == 24
+
+
+def test_impossible_edits_are_refused() -> None:
+    classifier = taught_whole("ncm", [0, 1])
+    with pytest.raises(NotLearned):
+        classifier.rename("nothing", "else")
+    with pytest.raises(CannotEdit, match="already"):
+        classifier.rename(NAMES[0], NAMES[1])
+    with pytest.raises(CannotEdit, match="two different classes"):
+        classifier.merge_classes([NAMES[0], NAMES[0]], "x")
+    with pytest.raises(CannotEdit, match="rename or merge-classes"):
+        classifier.relabel(*drawings([2], 12), taught_as=NAMES[0])
+    with pytest.raises(CannotEdit, match="cannot be called"):
+        classifier.rename(NAMES[0], "\x00")
+    assert not classifier.can_undo
+
+
+# -- versions
+
+
+def test_undo_to_the_first_lesson_and_back_is_bit_for_bit(tmp_path: Path) -> None:
+    model, contents = tmp_path / "model", []
+    classifier = untaught("ncm")
+    for step in range(4):
+        classifier.learn(*drawings([step], 6)) if step < 3 else classifier.rename(NAMES[0], "zero")
+        classifier.save(model)
+        contents.append((model / store.MODEL).read_bytes())
+    assert coda("undo", str(model), "--to", "1").returncode == 0
+    assert (model / store.MODEL).read_bytes() == contents[0]
+    for content in contents[1:]:
+        assert coda("redo", str(model)).returncode == 0
+        assert (model / store.MODEL).read_bytes() == content
+    again = coda("redo", str(model))
+    assert again.returncode == 2
+    assert "no later version" in again.stderr
+    loaded = ContinualClassifier.load(model)
+    loaded.undo(to=2)
+    assert loaded.classes_ == list(NAMES[:2])
+    loaded.learn(*drawings([5], 6))
+    with pytest.raises(NothingToUndo):
+        loaded.redo()
+    loaded.save(model)
+    listed = json.loads(coda("history", str(model), "--json").stdout)
+    assert [each["number"] for each in listed["versions"]] == [1, 2, 5]
+    difference = json.loads(coda("diff", f"{model}@2", str(model), "--json").stdout)
+    assert difference["only_second"] == {NAMES[5]: 6}
+
+
+def test_ten_earlier_versions_are_stored(tmp_path: Path) -> None:
+    classifier = taught_whole("ncm", [0, 1])
+    for step in range(12):
+        classifier.rename(classifier.classes_[0], f"name {step}")
+        classifier.save(tmp_path)
+    loaded = ContinualClassifier.load(tmp_path)
+    for _ in range(10):
+        loaded.undo()
+    assert loaded.classes_[0] == "name 1"
+    with pytest.raises(NothingToUndo):
+        loaded.undo()
+    assert len(list((tmp_path / "versions").iterdir())) == 10
+
+
+def test_history_has_accuracy_edits_and_the_cost_for_older_classes(tmp_path: Path) -> None:
+    classifier = untaught("ncm")
+    classifier.learn(*drawings([0, 1], 10))
+    images, names = drawings([0, 1], 5, test=True)
+    classifier.learn(*drawings([2], 10), check=list(zip(images, names, strict=True)))
+    classifier.rename(NAMES[0], "zero")
+    first, second, edit = classifier.history().entries
+    assert first.accuracy is not None
+    assert first.older_before is None
+    assert second.older_before is not None
+    assert second.older_after == pytest.approx(classifier.score(images, ["zero"] * 5 + names[5:]))
+    assert edit.what == f"renamed {NAMES[0]} to zero"
+    classifier.save(tmp_path)
+    shown = coda("history", str(tmp_path)).stdout
+    assert "renamed" in shown
+    assert "->" in shown
+
+
+# -- interrupted edits
+
+
+EDITS: dict[str, tuple[str, ...]] = {
+    "rename": ("rename", "MODEL", NAMES[0], "zero"),
+    "merge-classes": ("merge-classes", "MODEL", NAMES[0], NAMES[1], "--into", "both"),
+    "forget": ("forget", "MODEL", NAMES[0], "--yes"),
+    "relabel": ("relabel", "MODEL", "FOLDER", "--from", NAMES[0]),
+    "undo": ("undo", "MODEL", "--to", "1"),
+    "redo": ("redo", "MODEL"),
+    "merge": ("merge", "MODEL", "OTHER", "--out", "OUT"),
+}
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with earlier and undone versions, another model, and images to relabel."""
+    root = tmp_path_factory.mktemp("editable")
+    classifier = taught_whole("ncm", [0, 1], [2], [3], [4])
+    classifier.undo()
+    classifier.save(root / "model")
+    taught_whole("ncm", [5, 6]).save(root / "other")
+    (root / "images" / NAMES[1]).mkdir(parents=True)
+    (root / "images" / NAMES[1] / "0.png").write_bytes(png(drawings([0], 1)[0][0]))
+    return root
+
+
+def edit_arguments(name: str, root: Path) -> list[str]:
+    paths = {"MODEL": "model", "OTHER": "other", "FOLDER": "images", "OUT": "out"}
+    return [str(root / paths[each]) if each in paths else each for each in EDITS[name]]
+
+
+def contents(folder: Path) -> tuple[list[str], list[int], list[int]]:
+    """Classes and versions of a model after the next writer has cleaned up."""
+    with store.exclusive_writer(folder):
+        pass
+    model = ContinualClassifier.load(folder)
+    for version in (*model._history.before, *model._history.after):
+        version.read()  # type: ignore[union-attr]
+    before, after = (
+        [each.number for each in part] for part in (model._history.before, model._history.after)
+    )
+    return model.classes_, before, after
+
+
+@pytest.mark.parametrize("name", [name for name in EDITS if name != "merge"])
+def test_an_edit_that_fails_at_any_step_leaves_a_complete_version(
+    name: str, editable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rename of a file fails once; running the same edit again completes it."""
+    from typer.testing import CliRunner
+
+    from coda_prompt.cli import app
+
+    whole = shutil.copytree(editable, tmp_path / "whole")
+    assert CliRunner().invoke(app, edit_arguments(name, whole)).exit_code == 0
+    old, new = contents(editable / "model")[0], contents(whole / "model")[0]
+    real = os.replace
+    for step in range(12):
+        root = shutil.copytree(editable, tmp_path / str(step))
+        calls = 0
+
+        def failing(source: Any, target: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == step + 1:  # noqa: B023
+                raise OSError(28, "No space left on device")
+            real(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing)
+            patch.setattr(Path, "replace", lambda self, target: failing(self, target))
+            CliRunner().invoke(app, edit_arguments(name, root))
+        found = contents(root / "model")[0]
+        assert found in (old, new)
+        if found == old:
+            assert CliRunner().invoke(app, edit_arguments(name, root)).exit_code == 0
+            assert contents(root / "model")[0] == new
+        if calls <= step:
+            return  # all steps have failed once
+    raise AssertionError("the edit has more steps than were tried")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+def test_a_killed_edit_leaves_a_complete_version(name: str, editable: Path, tmp_path: Path) -> None:
+    """SIGKILL at 20 moments of each edit."""
+    whole = shutil.copytree(editable, tmp_path / "whole")
+    started = time.monotonic()
+    assert coda(*edit_arguments(name, whole)).returncode == 0
+    seconds = time.monotonic() - started
+    target = "out" if name == "merge" else "model"
+    old = None if name == "merge" else contents(editable / "model")[0]
+    new = contents(whole / target)[0]
+    moments = random.Random(0)
+    for number in range(20):
+        root = shutil.copytree(editable, tmp_path / str(number))
+        process = started_coda(*edit_arguments(name, root))
+        time.sleep(moments.uniform(0.3, 1.0) * seconds)
+        process.kill()
+        process.communicate()
+        found = contents(root / target)[0] if (root / target / store.MODEL).exists() else None
+        assert found in (old, new)
+        if found != new:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(root / "out")
+            assert coda(*edit_arguments(name, root)).returncode == 0
+            assert contents(root / target)[0] == new
+
+
+# -- the service
+
+
+def test_edits_over_http_and_from_the_command_line_do_not_lose_each_other(
+    editable: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(editable, tmp_path / "root")
+    model = root / "model"
+    with served(str(model)) as client:
+
+        def post(route: str, **body: Any) -> list[str]:
+            answer = client.post(f"/v1/{route}", json=body)
+            assert answer.status_code == 200, answer.text
+            classes: list[str] = answer.json()["classes"]
+            return classes
+
+        assert post("rename", old=NAMES[0], new="zero")[0] == "zero"
+        assert coda("rename", str(model), NAMES[1], "one").returncode == 0
+        assert post("rename", old=NAMES[2], new="two") == ["zero", "one", "two", NAMES[3]]
+        assert coda("merge-classes", str(model), "one", "two", "--into", "both").returncode == 0
+        deadline = time.monotonic() + PATIENCE
+        while client.get("/v1/classes").json()["classes"] != ["zero", "both", NAMES[3]]:
+            assert time.monotonic() < deadline, "the service does not follow the folder"
+            time.sleep(0.1)
+        assert post("merge-classes", classes=["zero", "both"], into="zero") == ["zero", NAMES[3]]
+        assert client.post("/v1/undo").json()["classes"] == ["zero", "both", NAMES[3]]
+        assert client.post("/v1/redo").json()["classes"] == ["zero", NAMES[3]]
+        files = [("images", ("a.png", png(drawings([0], 1)[0][0])))]
+        moved = client.post(
+            "/v1/relabel",
+            params={"taught_as": "zero"},
+            files=files,
+            data={"labels": [NAMES[3]]},
+        )
+        assert moved.status_code == 200, moved.text
+        assert client.post("/v1/forget", json={"name": "zero", "confirm": False}).status_code == 422
+        other = (root / "other" / store.MODEL).read_bytes()
+        joined = client.post("/v1/merge", content=other)
+        assert joined.json()["classes"] == ["zero", NAMES[3], NAMES[5], NAMES[6]]
+        assert client.post("/v1/merge", content=b"nonsense").status_code == 422
+        refused = client.post("/v1/merge", content=other)
+        assert refused.status_code == 409
+        assert "in common" in refused.json()["detail"]
+        gone = client.post("/v1/forget", json={"name": "zero", "confirm": True}).json()
+        assert gone["classes"] == [NAMES[3], NAMES[5], NAMES[6]]
+        history = client.get("/v1/history").json()
+        assert [each["current"] for each in history["versions"]].count(True) == 1
+        number = history["versions"][0]["number"]
+        assert client.get("/v1/diff", params={"version": number}).status_code == 200
+        assert client.get("/v1/diff", params={"version": 10**6}).status_code == 422
+        with store.exclusive_writer(model):
+            busy = client.post("/v1/rename", json={"old": NAMES[3], "new": "three"})
+            assert busy.status_code == 409
+    assert ContinualClassifier.load(model).classes_ == [NAMES[3], NAMES[5], NAMES[6]]
