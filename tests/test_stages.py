@@ -165,8 +165,8 @@ def test_stages_run_in_order_with_their_data_and_hooks() -> None:
     assert ends == [
         ("end", "adapt"),
         ("end", "probe"),
-        ("end", "align"),
         ("fit", (18, 32), (18, 32)),
+        ("end", "align"),
     ]
     assert method.plain_differs, "the delta changed the features"
     assert method.counts.rows.tolist() == [6, 6, 6]
@@ -327,3 +327,5 @@ def test_annealing_is_half_a_cosine_wave_per_iteration() -> None:
     assert rates[8] == pytest.approx(0.1)
     assert rates == sorted(rates, reverse=True)
     assert learning_rate("constant", 0.3, 7, 9) == 0.3
+    dropped = [learning_rate("drop", 1.0, epoch, 5, 0.1, 0.6) for epoch in range(5)]
+    assert dropped == [1, 1, 1, 0.1, 0.1]

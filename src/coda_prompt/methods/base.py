@@ -8,7 +8,8 @@ The engine drives a method; a method never touches files, devices or optimizers:
         loss(batch) ...            one per step
         end_stage(stage)
     conclude(batches)              a statistics pass, if `concludes_on` asks for one
-    fit(features, queries, labels) on all images of the task, if `fits`
+    fit(features, queries, labels) on all images of the task, if `fits`; before the first stage on
+                                   generated data, if there is one
     end_task()
 
 State that grows by task is in banks: frozen between tasks, open rows are parameters. Class labels
@@ -110,7 +111,8 @@ class Method(nn.Module):
     closed_form: ClassVar[bool] = False
     """Whether it learns by `fit` alone, without gradients."""
     fits: ClassVar[bool] = False
-    """Whether a task ends with `fit` on the features of all its images, un-augmented."""
+    """Whether `fit` is called once per task on the features of all its images, un-augmented: before
+    the first stage on generated data, or else at the end."""
     prepares_on: ClassVar[Literal["augmented", "plain"] | None] = None
     """The images of the task that `prepare` sees before training; None: there is no such pass."""
     concludes_on: ClassVar[Literal["augmented", "plain"] | None] = None
