@@ -20,6 +20,7 @@ from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
 from coda_prompt.methods.dualprompt import DualPrompt
+from coda_prompt.methods.ease import EASE
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
 from coda_prompt.methods.inflora import InfLoRA
 from coda_prompt.methods.l2p import L2P
@@ -29,6 +30,7 @@ from coda_prompt.methods.options import make_config, option_meanings
 from coda_prompt.methods.osprompt import OSPrompt
 from coda_prompt.methods.replay import ExperienceReplay
 from coda_prompt.methods.sdlora import SDLoRA
+from coda_prompt.methods.slca import SLCA
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
@@ -67,6 +69,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             InfLoRA,
             OSPrompt,
             LoRanPAC,
+            SLCA,
+            EASE,
         )
         for name, options in method.variants.items()
     }
