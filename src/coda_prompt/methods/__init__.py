@@ -15,6 +15,7 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import BadMethod, UnknownName
+from coda_prompt.methods.aper import APER
 from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
@@ -33,6 +34,7 @@ from coda_prompt.methods.sdlora import SDLoRA
 from coda_prompt.methods.slca import SLCA
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
+from coda_prompt.methods.tuna import TUNA
 from coda_prompt.model.vit import ViT
 
 __all__ = ["Loss", "Method", "PromptMethod", "Stage", "TaskBrief", "TrainingBatch"]
@@ -71,6 +73,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             LoRanPAC,
             SLCA,
             EASE,
+            APER,
+            TUNA,
         )
         for name, options in method.variants.items()
     }

@@ -75,6 +75,10 @@ class Adapters(nn.Module):
         for bank, rows in zip(self.banks, values, strict=True):
             bank.open(rows)
 
+    def count(self) -> int:
+        """The number of parameters of all frozen sets."""
+        return sum(bank.frozen.numel() for bank in self.banks)
+
     def values(self, index: int) -> list[Tensor]:
         """The tensors of one set; -1: the newest."""
         if index == -1 and self.up.trainable is not None:
@@ -188,3 +192,6 @@ class AdapterMethod(Method):
         rows = torch.tensor(self.task_rows, device=batch.labels.device)
         labels = torch.searchsorted(rows, batch.labels)
         return Loss.of(F.cross_entropy(scores, labels, reduction="none"))
+
+    def _is_consistent(self) -> bool:
+        return super()._is_consistent() and len({len(bank) for bank in self.adapters.banks}) == 1

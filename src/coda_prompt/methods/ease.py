@@ -97,12 +97,10 @@ class EASE(AdapterMethod):
         return scores.masked_fill(~(real & (own > 0)).any(1), -1 - self.config.alpha)
 
     def parameter_count(self) -> ParameterCount:
-        adapters = sum(bank.frozen.numel() for bank in self.adapters.banks)
-        return ParameterCount(adapters, self.sums.frozen.numel())
+        return ParameterCount(self.adapters.count(), self.sums.frozen.numel())
 
     def _is_consistent(self) -> bool:
         agree = len(self.sums) == len(self.counts) == len(self.pairs)
-        agree &= len({len(bank) for bank in self.adapters.banks}) == 1
         inside = torch.tensor([self.classes_seen, len(self.adapters)], device=self.pairs.rows.device)
         agree &= bool(((self.pairs.rows >= 0) & (self.pairs.rows < inside)).all())
         return super()._is_consistent() and agree and len(self.homes) == self.classes_seen

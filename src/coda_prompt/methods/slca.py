@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import Loss, TaskBrief
+from coda_prompt.methods.base import Loss, ParameterCount, TaskBrief
 from coda_prompt.methods.finetune import WholeNetwork
 from coda_prompt.methods.gaussians import AlignedHead, AlignmentConfig
 from coda_prompt.methods.options import STRICT
@@ -111,6 +111,10 @@ class SLCA(WholeNetwork):
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.aligned(self.features(images, queries))
+
+    def parameter_count(self) -> ParameterCount:
+        network = sum(parameter.numel() for parameter in self.network.parameters())
+        return ParameterCount(network, self.aligned.weight.frozen.numel())
 
     def _is_consistent(self) -> bool:
         return super()._is_consistent() and self.aligned.is_consistent(self.classes_seen)
