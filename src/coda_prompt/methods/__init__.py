@@ -24,6 +24,7 @@ from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.ease import EASE
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
 from coda_prompt.methods.inflora import InfLoRA
+from coda_prompt.methods.hide import HiDePrompt
 from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.loranpac import LoRanPAC
 from coda_prompt.methods.lwf import LearningWithoutForgetting
@@ -35,6 +36,7 @@ from coda_prompt.methods.slca import SLCA
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.methods.tuna import TUNA
+from coda_prompt.methods.vqprompt import VQPrompt
 from coda_prompt.model.vit import ViT
 
 __all__ = ["Loss", "Method", "PromptMethod", "Stage", "TaskBrief", "TrainingBatch"]
@@ -75,6 +77,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             EASE,
             APER,
             TUNA,
+            VQPrompt,
+            HiDePrompt,
         )
         for name, options in method.variants.items()
     }

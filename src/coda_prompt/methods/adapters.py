@@ -1,8 +1,8 @@
 """Adapters beside the MLPs of a frozen ViT, one set per task, trained with a cosine classifier.
 
-AdaptFormer, Chen et al., NeurIPS 2022, https://arxiv.org/abs/2205.13535. Unlike the released code of
-methods that use them, hidden units are not dropped at random in training: a resumed training has to
-repeat every step exactly.
+AdaptFormer, Chen et al., NeurIPS 2022, https://arxiv.org/abs/2205.13535. Released code of methods
+that use them drops hidden units at random in training; here they are not dropped, because a resumed
+training has to repeat every step exactly.
 """
 
 from __future__ import annotations

@@ -325,17 +325,7 @@ class TrainedMethod(Method):
         return ParameterCount(super().parameter_count().body, self.head.weight.frozen.numel())
 
     def _masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy over the open rows; the logits of other classes are left out.
-
-        In a task of one known class its row trains against all other rows, which are frozen.
-        """
-        rows = self.head.weight.reopened
-        assert rows is not None
-        assert self.head.weight.trainable is not None
-        if len(rows) == 1:
-            return F.cross_entropy(self.head(features), labels, reduction="none")
-        logits = F.linear(features, self.head.weight.trainable, self.head.bias.trainable)
-        return F.cross_entropy(logits, torch.searchsorted(rows, labels), reduction="none")
+        return self.head.masked_loss(features, labels)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

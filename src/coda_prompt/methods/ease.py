@@ -101,7 +101,9 @@ class EASE(AdapterMethod):
 
     def _is_consistent(self) -> bool:
         agree = len(self.sums) == len(self.counts) == len(self.pairs)
-        inside = torch.tensor([self.classes_seen, len(self.adapters)], device=self.pairs.rows.device)
+        inside = torch.tensor(
+            [self.classes_seen, len(self.adapters)], device=self.pairs.rows.device
+        )
         agree &= bool(((self.pairs.rows >= 0) & (self.pairs.rows < inside)).all())
         return super()._is_consistent() and agree and len(self.homes) == self.classes_seen
 
@@ -130,4 +132,3 @@ def complete(
             synthesised = torch.where(missing[:, None], weights @ prototypes[:, j], 0.0)
             completed[:, j] += synthesised
     return completed, real
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import MethodConfig, cosines
+from coda_prompt.methods.base import (
+    Loss,
+    MethodConfig,
+    PromptConfig,
+    PromptMethod,
+    TaskBrief,
+    cosines,
+)
+from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.stages import ParameterGroup, Stage
+from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
+from coda_prompt.model.vit import Images, ViT
 from coda_prompt.seeding import keyed_generator
 
 ITERATIONS = 20
@@ -36,6 +45,11 @@ class AlignmentConfig(MethodConfig):
     """Added to the variances of the class Gaussians."""
 
 
+@dataclass(frozen=True, config=STRICT)
+class AlignedPromptConfig(AlignmentConfig, PromptConfig):
+    """Options of prompt methods with an aligned head."""
+
+
 class Gaussians(nn.Module):
     """Gaussians of each class: one with a full covariance, or one or several diagonal ones.
 
@@ -43,7 +57,11 @@ class Gaussians(nn.Module):
     """
 
     def __init__(
-        self, width: int, kind: Literal["full", "diagonal"], centroids: int = 1, jitter: float = 1e-4
+        self,
+        width: int,
+        kind: Literal["full", "diagonal"],
+        centroids: int = 1,
+        jitter: float = 1e-4,
     ) -> None:
         super().__init__()
         self.kind, self.centroids, self.jitter = kind, centroids, jitter
@@ -146,6 +164,12 @@ class AlignedHead(nn.Module):
             if bank is not None and bank.trainable is not None and values is not None:
                 bank.trainable[rows] = values.to(bank.trainable)
 
+    def fit(self, features: Tensor, labels: Tensor, head: Head, rows: Sequence[int]) -> None:
+        """Estimate the Gaussians of a task, and start at these rows of the head it trained."""
+        self.gaussians.update(features, labels)
+        chosen = torch.tensor(rows, device=features.device)
+        self.start(chosen, head.weight.rows[chosen], head.bias.rows[chosen])
+
     def forward(self, features: Tensor) -> Tensor:
         """B x classes."""
         if self.bias is None:
@@ -184,3 +208,49 @@ class AlignedHead(nn.Module):
     def is_consistent(self, classes: int) -> bool:
         """Whether all tensors have one row per class."""
         return {len(bank) for bank in self.modules() if isinstance(bank, Bank)} == {classes}
+
+
+class AlignedPrompts(PromptMethod):
+    """Base of prompt methods whose head is aligned after each task and stays aligned."""
+
+    fits = True
+
+    def __init__(
+        self,
+        backbone: ViT,
+        config: AlignedPromptConfig,
+        prompts: Mapping[str, str],
+        centroids: int = 1,
+    ) -> None:
+        super().__init__(backbone, config, prompts)
+        width = backbone.config.width
+        self.aligned = AlignedHead(width, config, kind="diagonal", centroids=centroids)
+        self.task_rows: tuple[int, ...] = ()
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        self.task_rows = brief.classes
+        self.aligned.begin_task(self.classes_seen)
+
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        self.aligned.fit(features, labels, self.head, self.task_rows)
+
+    def generate(self, stage: Stage, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.aligned.generate(stage, generator, self.alignment_steps)
+
+    @property
+    def alignment_steps(self) -> int:
+        """Steps of an epoch: as many as old classes, as in released code."""
+        return max(int(self.task_sizes.rows[:-1].sum()), 1)
+
+    def loss(self, batch: TrainingBatch) -> Loss:
+        if batch.features is None:
+            return super().loss(batch)
+        logits = self.aligned(batch.features)
+        return Loss.of(F.cross_entropy(logits, batch.labels, reduction="none"))
+
+    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
+        return self.aligned(self.features(images, queries))
+
+    def _is_consistent(self) -> bool:
+        return super()._is_consistent() and self.aligned.is_consistent(self.classes_seen)

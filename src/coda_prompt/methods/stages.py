@@ -39,7 +39,7 @@ class Stage:
     epochs: int | None = None
     batch_size: int | None = None
     schedule: Literal["cosine", "lagging-cosine", "annealing", "drop", "constant"] | None = None
-    """`annealing`: half a cosine wave from the start to the end of the stage; `drop`: two values."""
+    """`annealing`: half a cosine wave over the stage; `drop`: two values, one after the other."""
     final_factor: float = 0.0
     """Where `annealing` and `drop` end, as a share of the learning rate."""
     drop_at: float = 1.0
