@@ -92,7 +92,7 @@ class Adapters(nn.Module):
     def edits(self, values: Sequence[Tensor]) -> dict[int, BlockEdits]:
         """What a set changes in the ViT."""
         return {
-            block: BlockEdits(adapter=partial(adapt, *tensors, self.scale))
+            block: BlockEdits(adapter=partial(adapt, tensors, self.scale))
             for block, tensors in enumerate(zip(*values, strict=True))
         }
 
@@ -109,10 +109,9 @@ def merge(*banks: Tensor) -> list[Tensor]:
     return merged
 
 
-def adapt(
-    down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Tensor, scale: float, tokens: Tensor
-) -> Tensor:
+def adapt(values: Sequence[Tensor], scale: float, tokens: Tensor) -> Tensor:
     """a(x) = s (W_u ReLU(W_d x + b_d) + b_u)."""
+    down, down_bias, up, up_bias = values
     return scale * F.linear(F.linear(tokens, down, down_bias).relu(), up, up_bias)
 
 

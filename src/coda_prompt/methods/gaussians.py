@@ -16,6 +16,7 @@ from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     Loss,
     MethodConfig,
+    ParameterCount,
     PromptConfig,
     PromptMethod,
     TaskBrief,
@@ -248,6 +249,15 @@ class AlignedPrompts(PromptMethod):
             return super().loss(batch)
         logits = self.aligned(batch.features)
         return Loss.of(F.cross_entropy(logits, batch.labels, reduction="none"))
+
+    def parameter_count(self) -> ParameterCount:
+        """Without class Gaussians and the rows that alignments start from."""
+        body = sum(
+            tensor.numel()
+            for name, tensor in self.learned_state().items()
+            if tensor.is_floating_point() and "aligned." not in name and "head." not in name
+        )
+        return ParameterCount(body, self.aligned.weight.frozen.numel())
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.aligned(self.features(images, queries))

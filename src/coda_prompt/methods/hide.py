@@ -73,10 +73,11 @@ class TaskClassifier(nn.Module):
 
     def begin_task(self, rows: tuple[int, ...], classes: int, generator: torch.Generator) -> None:
         if not len(self.up):
-            wide, bound = 2 * self.width, self.width**-0.5
-            draws = (((wide, self.width), bound), ((wide,), bound))
-            draws += (((self.width, wide), wide**-0.5), ((self.width,), wide**-0.5))
-            drawn = [torch.empty(s).uniform_(-b, b, generator=generator) for s, b in draws]
+            wide, width = 2 * self.width, self.width
+            drawn = []
+            for shape in ((wide, width), (wide,), (width, wide), (width,)):
+                bound = (width if shape[0] == wide else wide) ** -0.5  # as nn.Linear
+                drawn.append(torch.empty(shape).uniform_(-bound, bound, generator=generator))
             initial = [*drawn, torch.ones(self.width), torch.zeros(self.width)]
             for bank, values in zip(self.mlp, initial, strict=True):
                 bank.append(values)

@@ -112,15 +112,19 @@ class VQPrompt(AlignedPrompts):
         return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
 
     def loss(self, batch: TrainingBatch) -> Loss:
-        """CE + sum over blocks of w_p MSE(p, sg P*) + w_P MSE(P*, sg p)."""
+        """Cross-entropy, and the quantisation loss of all blocks."""
         if batch.images is None or batch.queries is None or self.prompts.trainable is None:
             return super().loss(batch)
         mixture, nearest = self.quantised(batch.queries)
         features = self.backbone.features(batch.images, self._as_prefixes(mixture, nearest))
-        quantisation = self.config.mixture_weight * (mixture - nearest.detach()).square()
-        quantisation = quantisation + self.config.prompt_weight * (nearest - mixture.detach()) ** 2
-        per_image = quantisation.mean(dim=(2, 3)).sum(0)
-        return Loss.of(self._masked_loss(features, batch.labels) + per_image)
+        quantisation = self.quantisation_loss(mixture, nearest).sum(0)
+        return Loss.of(self._masked_loss(features, batch.labels) + quantisation)
+
+    def quantisation_loss(self, mixture: Tensor, nearest: Tensor) -> Tensor:
+        """w_p MSE(p, sg P*) + w_P MSE(P*, sg p), blocks x B."""
+        to_nearest = self.config.mixture_weight * (mixture - nearest.detach()).square()
+        to_mixture = self.config.prompt_weight * (nearest - mixture.detach()).square()
+        return (to_nearest + to_mixture).mean(dim=(2, 3))
 
     def _is_consistent(self) -> bool:
         return super()._is_consistent() and len(self.prompts) == len(self.keys)
