@@ -50,6 +50,13 @@ def test_registry_has_every_method_of_the_paper_and_others() -> None:
         "loranpac",
     }
     assert set(methods.METHODS) >= OF_THE_PAPER | others
+OTHERS = {
+    *("ncm", "ranpac", "slda", "coda-p-ranpac"),
+    *("slca", "ease", "aper", "tuna", "vq-prompt", "hide-prompt"),
+}
+
+
+    assert set(methods.METHODS) == OF_THE_PAPER | OTHERS
 
 
 @pytest.mark.parametrize(
