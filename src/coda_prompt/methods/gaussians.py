@@ -25,7 +25,7 @@ from coda_prompt.methods.base import (
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
-from coda_prompt.model.vit import Images, ViT
+from coda_prompt.model.vit import Images, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
 ITERATIONS = 20
@@ -232,6 +232,11 @@ class AlignedPrompts(PromptMethod):
         super().begin_task(brief)
         self.task_rows = brief.classes
         self.aligned.begin_task(self.classes_seen)
+
+    def as_prefixes(self, prompts: Tensor) -> Prefixes:
+        """Split prompts (blocks x (1 or B) x length x D) into keys and values."""
+        keys, values = prompts.chunk(2, dim=2)
+        return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.aligned.fit(features, labels, self.head, self.task_rows)

@@ -15,15 +15,16 @@ from types import MappingProxyType
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import Loss, TaskBrief
-from coda_prompt.methods.gaussians import AlignedHead, AlignedPromptConfig, AlignedPrompts
-from coda_prompt.methods.head import Head
+from coda_prompt.methods.gaussians import AlignedPromptConfig, AlignedPrompts
 from coda_prompt.methods.options import STRICT
+from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
+from coda_prompt.methods.task_classifier import TaskClassifier
 from coda_prompt.model.vit import Images, Prefixes, ViT
 
 
@@ -55,44 +56,6 @@ class HiDeConfig(AlignedPromptConfig):
     """Samples in a batch of the alignment; that of the task's classifier has a fifth."""
 
 
-class TaskClassifier(nn.Module):
-    """A head on LayerNorm(f + MLP(f)), whose classes tell the task."""
-
-    def __init__(self, width: int, config: HiDeConfig) -> None:
-        super().__init__()
-        self.width = width
-        self.up, self.up_bias = Bank((width,)), Bank()
-        self.down, self.down_bias = Bank((2 * width,)), Bank()
-        self.scale, self.shift = Bank(), Bank()
-        self.head = Head(width)
-        self.aligned = AlignedHead(width, config, kind="diagonal", centroids=config.centroids)
-
-    @property
-    def mlp(self) -> list[Bank]:
-        return [self.up, self.up_bias, self.down, self.down_bias, self.scale, self.shift]
-
-    def begin_task(self, rows: tuple[int, ...], classes: int, generator: torch.Generator) -> None:
-        if not len(self.up):
-            wide, width = 2 * self.width, self.width
-            drawn = []
-            for shape in ((wide, width), (wide,), (width, wide), (width,)):
-                bound = (width if shape[0] == wide else wide) ** -0.5  # as nn.Linear
-                drawn.append(torch.empty(shape).uniform_(-bound, bound, generator=generator))
-            initial = [*drawn, torch.ones(self.width), torch.zeros(self.width)]
-            for bank, values in zip(self.mlp, initial, strict=True):
-                bank.append(values)
-        for bank in self.mlp:
-            bank.reopen()
-        self.head.begin_task(rows, generator, None)
-        self.aligned.begin_task(classes)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """B x D."""
-        hidden = F.gelu(F.linear(features, self.up.rows, self.up_bias.rows))
-        mapped = features + F.linear(hidden, self.down.rows, self.down_bias.rows)
-        return F.layer_norm(mapped, (self.width,), self.scale.rows, self.shift.rows)
-
-
 class HiDePrompt(AlignedPrompts):
     """HiDe-Prompt: a classifier on plain features chooses the prompt of a task."""
 
@@ -104,7 +67,7 @@ class HiDePrompt(AlignedPrompts):
     def __init__(self, backbone: ViT, config: HiDeConfig) -> None:
         super().__init__(backbone, config, {"blocks": "length"}, config.centroids)
         width = backbone.config.width
-        self.tasks = TaskClassifier(width, config)
+        self.tasks = TaskClassifier(width, config, config.centroids)
         self.prompts = Bank((config.length, width), groups=len(config.blocks))
         self.homes = Bank(dtype=torch.int64)
         """The prompt of each class."""
@@ -117,10 +80,8 @@ class HiDePrompt(AlignedPrompts):
         generator = brief.generator("task classifier")
         self.tasks.begin_task(brief.classes, self.classes_seen, generator)
         if several:
-            older, (blocks, _, length, width) = self.prompts.frozen, self.prompts.frozen.shape
-            drawn = (
-                2 * torch.rand(blocks, 1, length, width, generator=brief.generator("prompt")) - 1
-            )
+            older = self.prompts.frozen
+            drawn = 2 * uniform_rows(older, 1, brief.generator("prompt")) - 1
             self.prompts.open(older[:, -1:] if len(self.prompts) else drawn)
 
     def stages(self) -> Sequence[Stage]:
@@ -143,20 +104,12 @@ class HiDePrompt(AlignedPrompts):
             stages.append(self.aligned.stage(5e-4))
         return stages
 
-    def newest_prefixes(self) -> Prefixes:
-        """The prompt of the current task, or of the last one that has a prompt."""
-        if not len(self.prompts):
-            return {}
-        if self.prompts.trainable is not None:
-            return self._as_prefixes(self.prompts.trainable)
-        return self._as_prefixes(self.prompts.frozen[:, -1:])
-
     def prefixes(self, queries: Tensor) -> Prefixes:
         """The prompt of the task that has the likeliest class."""
         if not len(self.prompts):
             return {}
         task = self.homes.rows[self.tasks.aligned(self.tasks(queries)).argmax(1)]
-        return self._as_prefixes(self.prompts.rows[:, task])
+        return self.as_prefixes(self.prompts.rows[:, task])
 
     def mixed_prompt(self) -> Tensor:
         """(1 - m) P_t + m mean(P_<t)."""
@@ -166,16 +119,13 @@ class HiDePrompt(AlignedPrompts):
             return new
         return (1 - share) * new + share * older.mean(1, keepdim=True)
 
-    def _as_prefixes(self, prompts: Tensor) -> Prefixes:
-        """Split prompts, blocks x (1 or B) x length x D."""
-        keys, values = prompts.chunk(2, dim=2)
-        return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
-
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         """Within a task under its prompt, else under the prompt of the inferred task."""
-        if self.in_task:
-            return self.backbone.features(images, self.newest_prefixes())
-        return super().features(images, queries)
+        if not self.in_task or not len(self.prompts):
+            return super().features(images, queries)
+        new = self.prompts.trainable
+        newest = self.prompts.frozen[:, -1:] if new is None else new
+        return self.backbone.features(images, self.as_prefixes(newest))
 
     def loss(self, batch: TrainingBatch) -> Loss:
         if batch.stage == "infer":
@@ -188,7 +138,7 @@ class HiDePrompt(AlignedPrompts):
             return Loss.of(F.cross_entropy(logits, batch.labels, reduction="none"))
         if batch.images is None:
             return super().loss(batch)
-        features = self.backbone.features(batch.images, self._as_prefixes(self.mixed_prompt()))
+        features = self.backbone.features(batch.images, self.as_prefixes(self.mixed_prompt()))
         per_image = self._masked_loss(features, batch.labels)
         return Loss.of(per_image + self.config.contrast * self.contrastive_loss(features))
 

@@ -104,19 +104,18 @@ class VQPrompt(AlignedPrompts):
         return mixture.unflatten(2, shape), chosen.unflatten(2, shape)
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        return self._as_prefixes(*self.quantised(queries)) if len(self.prompts) else {}
+        return self.straight_through(*self.quantised(queries)) if len(self.prompts) else {}
 
-    def _as_prefixes(self, mixture: Tensor, nearest: Tensor) -> Prefixes:
+    def straight_through(self, mixture: Tensor, nearest: Tensor) -> Prefixes:
         """P*, with the gradient of p."""
-        keys, values = (mixture + (nearest - mixture).detach()).chunk(2, dim=2)
-        return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
+        return self.as_prefixes(mixture + (nearest - mixture).detach())
 
     def loss(self, batch: TrainingBatch) -> Loss:
         """Cross-entropy, and the quantisation loss of all blocks."""
         if batch.images is None or batch.queries is None or self.prompts.trainable is None:
             return super().loss(batch)
         mixture, nearest = self.quantised(batch.queries)
-        features = self.backbone.features(batch.images, self._as_prefixes(mixture, nearest))
+        features = self.backbone.features(batch.images, self.straight_through(mixture, nearest))
         quantisation = self.quantisation_loss(mixture, nearest).sum(0)
         return Loss.of(self._masked_loss(features, batch.labels) + quantisation)
 
