@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,15 +31,13 @@ def naive_features(
     images: Tensor,
     prefixes: NaivePrefixes | None = None,
     changes: Mapping[tuple[int, str], Tensor] | None = None,
+    adapter: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """All tokens through all blocks, one image, head and query at a time.
 
-    `changes` are added to the weights of queries, keys and values: (block, "q") -> D x D.
+    `changes` are added to the weights of queries, keys and values: (block, "q") -> D x D;
+    `adapter` is what is added to one token after the attention of a block.
     """
-    config, weights = vit.config, vit.state_dict()
-    prefixes: Prefixes | None = None,
-    adapter: Callable[[int, Tensor], Tensor] | None = None,
-    `adapter`: what is added to one token after the attention of a block.
     config, weights = vit.config, vit.state_dict(keep_vars=True)
 
     def norm(tokens: Tensor, name: str) -> Tensor:

@@ -53,7 +53,7 @@ class APER(AdapterMethod):
         images = self.backbone.open(images)
         plain = self.queries(images) if queries is None else queries
         scores = cosines(torch.cat([plain, self.adapted(images)], dim=1), self.sums.frozen)
-        return scores.masked_fill(self.counts.frozen == 0, -1.0)
+        return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(self.adapters.count(), self.sums.frozen.numel())

@@ -91,7 +91,7 @@ class EASE(AdapterMethod):
             cosines = torch.einsum(
                 "btd,ctd->bct", F.normalize(features, dim=-1), F.normalize(prototypes, dim=-1)
             )
-        own = F.one_hot(self.homes.frozen, cosines.shape[2])
+        own = F.one_hot(self.homes.frozen.to(cosines.device), cosines.shape[2])
         others = self.config.alpha / max(cosines.shape[2] - 1, 1)
         scores = (cosines * torch.where(own > 0, 1.0, others)).sum(2)
         return scores.masked_fill(~(real & (own > 0)).any(1), -1 - self.config.alpha)
@@ -117,6 +117,7 @@ def complete(
     `later`, j is their own. `up` tells the number of subspaces.
     """
     classes, subspaces = len(homes), up.shape[1]
+    counts, pairs, homes = (each.to(sums.device) for each in (counts, pairs, homes))
     prototypes = sums.new_zeros(classes, subspaces, sums.shape[1])
     real = torch.zeros(classes, subspaces, dtype=torch.bool, device=sums.device)
     prototypes[pairs[:, 0], pairs[:, 1]] = sums / counts[:, None]
