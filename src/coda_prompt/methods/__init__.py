@@ -23,8 +23,8 @@ from coda_prompt.methods.coda_ranpac import CodaRanPAC
 from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.ease import EASE
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
-from coda_prompt.methods.inflora import InfLoRA
 from coda_prompt.methods.hide import HiDePrompt
+from coda_prompt.methods.inflora import InfLoRA
 from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.loranpac import LoRanPAC
 from coda_prompt.methods.lwf import LearningWithoutForgetting
