@@ -31,12 +31,14 @@ def naive_features(
     images: Tensor,
     prefixes: NaivePrefixes | None = None,
     changes: Mapping[tuple[int, str], Tensor] | None = None,
+    adapter: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """All tokens through all blocks, one image, head and query at a time.
 
-    `changes` are added to the weights of queries, keys and values: (block, "q") -> D x D.
+    `changes` are added to the weights of queries, keys and values: (block, "q") -> D x D;
+    `adapter` is what is added to one token after the attention of a block.
     """
-    config, weights = vit.config, vit.state_dict()
+    config, weights = vit.config, vit.state_dict(keep_vars=True)
 
     def norm(tokens: Tensor, name: str) -> Tensor:
         mean = tokens.mean(dim=-1, keepdim=True)
@@ -119,7 +121,10 @@ def naive_features(
             attended = attend(norm(tokens, f"{name}.norm1"), block, image, tokens[0])
             tokens = tokens + scaled(attended, f"{name}.ls1")
             hidden = gelu(linear(norm(tokens, f"{name}.norm2"), f"{name}.mlp.fc1"))
-            tokens = tokens + scaled(linear(hidden, f"{name}.mlp.fc2"), f"{name}.ls2")
+            added = torch.zeros(())
+            if adapter is not None:
+                added = torch.stack([adapter(block, token) for token in tokens])
+            tokens = tokens + scaled(linear(hidden, f"{name}.mlp.fc2"), f"{name}.ls2") + added
         return norm(tokens, "norm")[0]
 
     return torch.stack([feature(image) for image in range(len(images))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,17 @@ def brief(method: Method, new: int, known: tuple[int, ...] = (), seed: int = 0) 
     seen = method.classes_seen
     classes = (*known, *range(seen, seen + new))
     return TaskBrief(len(method.task_sizes), seed, classes, torch.zeros(0, dtype=torch.int64))
+
+
+def quick_options(name: str) -> dict[str, int]:
+    """Options for a short training: alignments of one epoch with small batches."""
+    known = {field.name for field in fields(methods.find(name).type.Config)}
+    short = {"align_epochs": 1, "align_samples": 64, "infer_epochs": 1, "rank": 4}
+    return {option: value for option, value in short.items() if option in known}
+
+
+def quick_method(name: str) -> Method:
+    return methods.make(name, tiny_vit(), **quick_options(name))
 
 
 CODA = "from coda_prompt.cli import main; main()"

@@ -59,6 +59,16 @@ def test_growing_axes_name_tensors_of_the_learned_state(name: str) -> None:
         assert method.learned_state()[tensor].shape[axis] == 0
 
 
+def test_rows_that_start_as_older_ones_are_copies() -> None:
+    bank = Bank((3,), groups=2)
+    bank.append(torch.ones(2, 4, 3))
+    bank.open(bank.frozen[:, -1:])
+    assert bank.trainable is not None
+    with torch.no_grad():
+        bank.trainable.mul_(5)
+    assert torch.equal(bank.frozen, torch.ones(2, 4, 3))
+
+
 def test_names_of_format_1_are_upgraded() -> None:
     method = methods.make("coda-p", tiny_vit(), components=10)
     method.begin_task(brief(method, new=2))

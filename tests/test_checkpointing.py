@@ -29,6 +29,7 @@ from small import (
     comparable,
     micro,
     patterns,
+    quick_options,
     started_coda,
     tiny_vit,
 )
@@ -51,7 +52,7 @@ def stream() -> Stream:
 
 
 def made(name: str) -> Method:
-    return methods.make(name, tiny_vit(), **OPTIONS.get(name, {}))
+    return methods.make(name, tiny_vit(), **OPTIONS.get(name, quick_options(name)))
 
 
 def kept_run(

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from small import tiny_vit
+from small import quick_options, tiny_vit
 from typer.testing import CliRunner, Result
 
 from coda_prompt.bench.config import load_benchmark
@@ -200,10 +200,14 @@ def pixels(split: Split) -> np.ndarray:
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_runs_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
     chosen = "all" if name == "cifar-100-10" else "dualprompt,coda-p,ncm"
+    names = load_benchmark(name).methods if chosen == "all" else ()
+    short = [(method, option) for method in names for option in quick_options(method).items()]
+    settings = [f"methods.{method}.options.{key}={value}" for method, (key, value) in short]
     run = coda(
         "bench", name, "--methods", chosen, "--trials", "1", "--json", "--data", str(data),
         "--out", str(tmp_path), "--set", f"backbone={data / 'tiny.safetensors'}",
         "--set", "training.epochs=1", "--set", "methods.ranpac.options.width=64",
+        *(part for setting in settings for part in ("--set", setting)),
     )  # fmt: skip
     assert run.exit_code == 0, run.exception
     rows = {row["method"]: row for row in json.loads(run.stdout)["rows"]}

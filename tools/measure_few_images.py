@@ -190,7 +190,7 @@ def one_image_check(data: Features) -> None:
         fitted = RandomRidge(
             features.shape[1],
             min(MAX_WIDTH, 16 * features.shape[1]),
-            ridge,  # type: ignore[arg-type]
+            ridge,
             blend=True,
             balance=True,
         )

@@ -237,12 +237,13 @@ def published(benchmark: str) -> dict[str, Any]:
 
 
 def published_row(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the paper's numbers of a run's row, if the run follows the paper's benchmark."""
+    """Return the published numbers of a run's row, if the run follows that benchmark."""
     row: dict[str, Any] | None = published(config["name"]).get(config["method"])
     if row is None:
         return None
     preset = load_benchmark(config["name"])
     expected = preset.model_dump(mode="json", include=set(PAPER_FIELDS))
+    expected["backbone"] = row.get("backbone", expected["backbone"])
     same_fields = {name: config.get(name) for name in expected} == expected
     epochs = preset.method_training(config["method"], 0).epochs
     return row if same_fields and config["training"].get("epochs") == epochs else None

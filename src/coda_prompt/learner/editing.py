@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,13 +25,15 @@ from coda_prompt.learner import store
 from coda_prompt.learner.lesson import make_engine
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.versions import History
-from coda_prompt.methods import TaskBrief
+from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.editable import EditableEstimator
 
+Classifier = TypeVar("Classifier", bound="EditableEstimator")
 NOTHING_REMAINS = "nothing of it remains in the sums"
 
 
@@ -76,7 +78,7 @@ def edited(
         classifier.write(folder)
 
 
-def additive_states(classifier: ContinualClassifier) -> list[AdditiveState]:
+def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
     """Return the method and every other state that adds up over images.
 
     Raises:
@@ -92,7 +94,7 @@ def additive_states(classifier: ContinualClassifier) -> list[AdditiveState]:
     return [method]
 
 
-def rename(classifier: ContinualClassifier, old: str, new: str) -> None:
+def rename(classifier: EditableEstimator, old: str, new: str) -> None:
     """Give a class another name; `ContinualClassifier.rename` documents it."""
     row_of(classifier, old)
     _check_free(classifier, new, ())
@@ -101,7 +103,7 @@ def rename(classifier: ContinualClassifier, old: str, new: str) -> None:
     classifier._replace(previous, tasks, _edit(tasks, f"renamed {old} to {new}", [old], new))
 
 
-def merge_classes(classifier: ContinualClassifier, names: Sequence[str], into: str) -> None:
+def merge_classes(classifier: EditableEstimator, names: Sequence[str], into: str) -> None:
     """Unite classes; `ContinualClassifier.merge_classes` documents it."""
     rows = sorted({row_of(classifier, name) for name in names})
     if len(rows) < 2:
@@ -116,7 +118,7 @@ def merge_classes(classifier: ContinualClassifier, names: Sequence[str], into: s
     classifier._replace(previous, tasks, _edit(tasks, what, names, into))
 
 
-def forget(classifier: ContinualClassifier, name: str) -> Forgotten:
+def forget(classifier: EditableEstimator, name: str) -> Forgotten:
     """Remove a class from all versions; `ContinualClassifier.forget` documents it."""
     row_of(classifier, name)
     if len(classifier.classes_) == 1:
@@ -143,7 +145,7 @@ def forget(classifier: ContinualClassifier, name: str) -> Forgotten:
     return Forgotten(name, images, changed, remains)
 
 
-def relabel(classifier: ContinualClassifier, images: Labelled, taught_as: str) -> dict[str, int]:
+def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> dict[str, int]:
     """Move images to the right classes; `ContinualClassifier.relabel` documents it."""
     source = row_of(classifier, taught_as)
     counts = images.counts()
@@ -168,7 +170,7 @@ def relabel(classifier: ContinualClassifier, images: Labelled, taught_as: str) -
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)
         for state in states:
-            own = features if state is classifier.network.method or queries is None else queries
+            own = features if isinstance(state, Method) or queries is None else queries
             state.move_images(own, source, rows)
     tasks = _relabelled(
         classifier.network.tasks, taught_as, counts, new, classifier.network.method.temperature
@@ -178,7 +180,7 @@ def relabel(classifier: ContinualClassifier, images: Labelled, taught_as: str) -
     return counts
 
 
-def merge(classifiers: Sequence[ContinualClassifier]) -> ContinualClassifier:
+def merge(classifiers: Sequence[Classifier]) -> Classifier:
     """Join classifiers; `ContinualClassifier.merge` documents it."""
     if len(classifiers) < 2:
         raise errors.CannotEdit("two or more models are needed")
@@ -191,7 +193,7 @@ def merge(classifiers: Sequence[ContinualClassifier]) -> ContinualClassifier:
     return joined
 
 
-def join(classifier: ContinualClassifier, others: Sequence[ContinualClassifier]) -> None:
+def join(classifier: EditableEstimator, others: Sequence[EditableEstimator]) -> None:
     """Add what others have learned to a classifier, as a new version of it.
 
     Raises:
@@ -213,7 +215,7 @@ def join(classifier: ContinualClassifier, others: Sequence[ContinualClassifier])
     classifier._replace(previous, tasks, edit)
 
 
-def row_of(classifier: ContinualClassifier, name: str) -> int:
+def row_of(classifier: EditableEstimator, name: str) -> int:
     """Return the row of a class.
 
     Raises:
@@ -273,7 +275,7 @@ def names_in(version: Any, current: Model, name: str) -> set[str]:
     return names & set(version.description.classes)
 
 
-def _without(classifier: ContinualClassifier, version: Any, names: Collection[str]) -> Model | None:
+def _without(classifier: EditableEstimator, version: Any, names: Collection[str]) -> Model | None:
     """Return a version without some classes, itself if it has none; None if it has no other."""
     description = version.description
     aliases, mentioned = set(names), list[EditRecord]()
@@ -300,7 +302,7 @@ def _without(classifier: ContinualClassifier, version: Any, names: Collection[st
     return Model(description.model_copy(update=changes), classifier.network.tensors())
 
 
-def _what_remains(classifier: ContinualClassifier, name: str) -> str:
+def _what_remains(classifier: EditableEstimator, name: str) -> str:
     """Say what of a class `forget` cannot remove."""
     if classifier.removable:
         return NOTHING_REMAINS
@@ -313,9 +315,7 @@ def _what_remains(classifier: ContinualClassifier, name: str) -> str:
     return remains
 
 
-def _open_classes(
-    classifier: ContinualClassifier, states: Sequence[AdditiveState], new: int
-) -> None:
+def _open_classes(classifier: EditableEstimator, states: Sequence[AdditiveState], new: int) -> None:
     """Add classes without images."""
     method = classifier.network.method
     rows = tuple(range(method.classes_seen, method.classes_seen + new))
@@ -356,7 +356,7 @@ def _relabelled(
     return [*result, record]
 
 
-def _check_free(classifier: ContinualClassifier, name: str, own: Sequence[str]) -> None:
+def _check_free(classifier: EditableEstimator, name: str, own: Sequence[str]) -> None:
     if not is_valid_class_name(name):
         raise errors.CannotEdit(f"a class cannot be called {name!r}")
     if name in classifier.classes_ and name not in own:
@@ -364,7 +364,7 @@ def _check_free(classifier: ContinualClassifier, name: str, own: Sequence[str]) 
         raise errors.CannotEdit(f"there is a class {name} already", remedy)
 
 
-def _check_mergeable(first: ContinualClassifier, other: ContinualClassifier) -> None:
+def _check_mergeable(first: EditableEstimator, other: EditableEstimator) -> None:
     """Refuse models whose sums are not of the same features."""
     additive_states(first)
     own_network, other_network = first.network, other.network
@@ -381,7 +381,7 @@ def _check_mergeable(first: ContinualClassifier, other: ContinualClassifier) -> 
             raise errors.CannotEdit(f"the models differ in their {what}: {mine} and {others}")
 
 
-def _refuse_common_lessons(classifiers: Sequence[ContinualClassifier]) -> None:
+def _refuse_common_lessons(classifiers: Sequence[EditableEstimator]) -> None:
     """Refuse models with a lesson in common, whose images would count twice."""
     lessons = [task for each in classifiers for task in each.network.tasks]
     for index, lesson in enumerate(lessons):
@@ -394,7 +394,7 @@ def _refuse_common_lessons(classifiers: Sequence[ContinualClassifier]) -> None:
 
 
 @contextlib.contextmanager
-def _unchanged_on_error(classifier: ContinualClassifier, previous: Model) -> Iterator[None]:
+def _unchanged_on_error(classifier: EditableEstimator, previous: Model) -> Iterator[None]:
     """Restore a version if the block raises."""
     try:
         yield

@@ -15,12 +15,15 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import BadMethod, UnknownName
+from coda_prompt.methods.aper import APER
 from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
 from coda_prompt.methods.dualprompt import DualPrompt
+from coda_prompt.methods.ease import EASE
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
+from coda_prompt.methods.hide import HiDePrompt
 from coda_prompt.methods.inflora import InfLoRA
 from coda_prompt.methods.l2p import L2P
 from coda_prompt.methods.loranpac import LoRanPAC
@@ -29,8 +32,11 @@ from coda_prompt.methods.options import make_config, option_meanings
 from coda_prompt.methods.osprompt import OSPrompt
 from coda_prompt.methods.replay import ExperienceReplay
 from coda_prompt.methods.sdlora import SDLoRA
+from coda_prompt.methods.slca import SLCA
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
+from coda_prompt.methods.tuna import TUNA
+from coda_prompt.methods.vqprompt import VQPrompt
 from coda_prompt.model.vit import ViT
 
 __all__ = ["Loss", "Method", "PromptMethod", "Stage", "TaskBrief", "TrainingBatch"]
@@ -67,6 +73,12 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             InfLoRA,
             OSPrompt,
             LoRanPAC,
+            SLCA,
+            EASE,
+            APER,
+            TUNA,
+            VQPrompt,
+            HiDePrompt,
         )
         for name, options in method.variants.items()
     }

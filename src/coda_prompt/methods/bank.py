@@ -68,8 +68,8 @@ class Bank(nn.Module):
         self.frozen = torch.cat([self.frozen, new], dim=self.axis)
 
     def open(self, rows: Tensor) -> None:
-        """Add rows that train until `close`."""
-        self.trainable = nn.Parameter(rows.to(self.frozen))
+        """Add rows that train until `close`; they are copied, and may be older rows."""
+        self.trainable = nn.Parameter(rows.detach().to(self.frozen, copy=True))
 
     def reopen(self, positions: Tensor | None = None) -> None:
         """Train existing rows again: all of them, or those at `positions`.

@@ -8,7 +8,8 @@ The engine drives a method; a method never touches files, devices or optimizers:
         loss(batch) ...            one per step
         end_stage(stage)
     conclude(batches)              a statistics pass, if `concludes_on` asks for one
-    fit(features, queries, labels) on all images of the task, if `fits`
+    fit(features, queries, labels) on all images of the task, if `fits`; before the first stage on
+                                   generated data, if there is one
     end_task()
 
 State that grows by task is in banks: frozen between tasks, open rows are parameters. Class labels
@@ -110,7 +111,8 @@ class Method(nn.Module):
     closed_form: ClassVar[bool] = False
     """Whether it learns by `fit` alone, without gradients."""
     fits: ClassVar[bool] = False
-    """Whether a task ends with `fit` on the features of all its images, un-augmented."""
+    """Whether `fit` is called once per task on the features of all its images, un-augmented: before
+    the first stage on generated data, or else at the end."""
     prepares_on: ClassVar[Literal["augmented", "plain"] | None] = None
     """The images of the task that `prepare` sees before training; None: there is no such pass."""
     concludes_on: ClassVar[Literal["augmented", "plain"] | None] = None
@@ -323,17 +325,7 @@ class TrainedMethod(Method):
         return ParameterCount(super().parameter_count().body, self.head.weight.frozen.numel())
 
     def _masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy over the open rows; the logits of other classes are left out.
-
-        In a task of one known class its row trains against all other rows, which are frozen.
-        """
-        rows = self.head.weight.reopened
-        assert rows is not None
-        assert self.head.weight.trainable is not None
-        if len(rows) == 1:
-            return F.cross_entropy(self.head(features), labels, reduction="none")
-        logits = F.linear(features, self.head.weight.trainable, self.head.bias.trainable)
-        return F.cross_entropy(logits, torch.searchsorted(rows, labels), reduction="none")
+        return self.head.masked_loss(features, labels)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)

@@ -53,6 +53,19 @@ class Head(nn.Module):
         trained = F.linear(features, self.weight.trainable, self.bias.trainable)
         return logits.index_copy(1, self.weight.reopened, trained.to(logits.dtype))
 
+    def masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy over the open rows; the logits of other classes are left out.
+
+        In a task of one known class its row trains against all other rows, which are frozen.
+        """
+        rows = self.weight.reopened
+        assert rows is not None
+        assert self.weight.trainable is not None
+        if len(rows) == 1:
+            return F.cross_entropy(self(features), labels, reduction="none")
+        logits = F.linear(features, self.weight.trainable, self.bias.trainable)
+        return F.cross_entropy(logits, torch.searchsorted(rows, labels), reduction="none")
+
     def _imprinted(self, means: Tensor) -> tuple[Tensor, Tensor]:
         weight = self.weight.frozen
         means = means.to(weight)

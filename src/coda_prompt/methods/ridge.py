@@ -156,10 +156,10 @@ class RandomRidge(RandomFeatures):
             sums = sums.index_add(1, chunk_labels, hidden.T)
             if self.blend:
                 hidden = torch.where(is_shared, hidden, means[chunk_labels])
-            if self.factors is not None:
-                self.factors.add(hidden, int(labels[0]))
-            else:
+            if gram is not None:
                 gram = gram + hidden.T @ hidden
+            elif self.factors is not None:
+                self.factors.add(hidden, int(labels[0]))
         if gram is not None:
             self._pack(gram)
         self.sums.frozen = sums

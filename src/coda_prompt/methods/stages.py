@@ -38,15 +38,17 @@ class Stage:
     weight_decay: float | None = None
     epochs: int | None = None
     batch_size: int | None = None
-    schedule: Literal["cosine", "lagging-cosine", "annealing", "constant"] | None = None
-    """`annealing`: half a cosine wave from the start to the end of the stage."""
+    schedule: Literal["cosine", "lagging-cosine", "annealing", "drop", "constant"] | None = None
+    """`annealing`: half a cosine wave over the stage; `drop`: two values, one after the other."""
     final_factor: float = 0.0
-    """Where `annealing` ends, as a share of the learning rate."""
+    """Where `annealing` and `drop` end, as a share of the learning rate."""
+    drop_at: float = 1.0
+    """When `drop` changes the learning rate, as a share of the epochs."""
     per_iteration: bool = False
     """Change the learning rate at every step instead of every epoch."""
     data: Literal["augmented", "plain", "features", "generated"] = "augmented"
     """Images augmented or not; features computed once, when the stage begins, so that they must
-    not depend on what trains; or what `Method.generate` returns in every epoch."""
+    not depend on what trains; or what `Method.generate` returns in every epoch, after `fit`."""
     clip_norm: float | None = None
     """Largest norm of the gradient of all parameters."""
 

@@ -178,7 +178,13 @@ class Engine(Passes):
                 if resumed is not None and first >= len(stages):
                     problem = f"it counts {first} stages of {len(stages)}"
                     raise errors.CorruptFile("the checkpoint", problem)
+                fitted = not method.fits
                 for number, stage in enumerate(stages):
+                    if stage.data == "generated" and not fitted:
+                        # Checkpoints within a later stage contain what was fitted.
+                        if number > first or number == first == 0:
+                            self._fit(run)
+                        fitted = True
                     if number >= first:
                         position = TrainingPosition(index, number, losses=losses)
                         losses = self._train_stage(run, stage, position, epochs_before)
@@ -187,13 +193,16 @@ class Engine(Passes):
                 if method.concludes_on is not None:
                     with torch.no_grad():
                         method.conclude(self._all_batches(run, method.concludes_on))
-                if method.fits:
-                    features, queries = self._features_and_queries(method, task.train)
-                    method.fit(features, queries, labels.to(features.device))
+                if not fitted:
+                    self._fit(run)
                 method.end_task()
         finally:
             self.queries.tables.pop(task.train, None)
         return losses
+
+    def _fit(self, run: _TaskRun) -> None:
+        features, queries = self._features_and_queries(run.method, run.train)
+        run.method.fit(features, queries, run.labels.to(features.device))
 
     def _all_batches(self, run: _TaskRun, view: str) -> Iterator[TrainingBatch]:
         """Yield all images of the task, augmented or plain, in order, in every process."""
@@ -246,7 +255,9 @@ class Engine(Passes):
                 at = epoch + step / steps if stage.per_iteration else epoch
                 schedule = stage.schedule or self.training.schedule
                 for group, start in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = learning_rate(schedule, start, at, epochs, stage.final_factor)
+                    group["lr"] = learning_rate(
+                        schedule, start, at, epochs, stage.final_factor, stage.drop_at
+                    )
                 loss = self._step(run, stage, module, wrapped, data, position)
                 position.sum_of_losses += loss * data.sizes[step]
                 position.step = step + 1
