@@ -29,6 +29,8 @@ INTERRUPTED_RUNS: dict[str, Any] = json.loads(
 )
 NOT_COMPARED = ("seconds", "peak_memory_bytes", "memory_mib", "learned_sha256")
 """Different on every run, or on every machine."""
+SAME = 5e-6
+"""Tolerance of probabilities that are computed again: CPUs differ in the last bits of float32."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +83,7 @@ def test_a_model_loads_and_learns_a_third_lesson(name: str, tmp_path: Path) -> N
     versions = EXPECTED["models"][name]["versions"]
     classifier = ContinualClassifier.load(folder, device="cpu")
     assert classifier.method_name == EXPECTED["models"][name]["method"]
-    assert_as_recorded(classifier, versions[1], f"models/{name}/version-2", 1e-6)
+    assert_as_recorded(classifier, versions[1], f"models/{name}/version-2", SAME)
     assert classifier.predict(IMAGES["test.images"]).tolist() == versions[1]["predicted"]
 
     classifier.learn(*lesson("lesson3"))
@@ -90,7 +92,7 @@ def test_a_model_loads_and_learns_a_third_lesson(name: str, tmp_path: Path) -> N
     saved = ContinualClassifier.load(folder, device="cpu")
     assert_as_recorded(saved, versions[2], f"models/{name}/version-3", 1e-5)
     saved.undo()
-    assert_as_recorded(saved, versions[1], f"models/{name}/version-2", 1e-6)
+    assert_as_recorded(saved, versions[1], f"models/{name}/version-2", SAME)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -98,7 +100,7 @@ def test_undo_restores_the_first_version(name: str) -> None:
     first = EXPECTED["models"][name]["versions"][0]
     classifier = ContinualClassifier.load(FIXTURES / "models" / name, device="cpu")
     classifier.undo()
-    assert_as_recorded(classifier, first, f"models/{name}/version-1", 1e-6)
+    assert_as_recorded(classifier, first, f"models/{name}/version-1", SAME)
 
 
 def test_a_model_is_read_from_another_working_directory(
@@ -108,7 +110,7 @@ def test_a_model_is_read_from_another_working_directory(
     folder = FIXTURES / "models" / "coda-p"
     classifier = ContinualClassifier.load(folder, backbone=str(ROOT / BACKBONE), device="cpu")
     recorded = EXPECTED["models"]["coda-p"]["versions"][1]
-    assert_as_recorded(classifier, recorded, "models/coda-p/version-2", 1e-6)
+    assert_as_recorded(classifier, recorded, "models/coda-p/version-2", SAME)
 
 
 def test_coda_undo_takes_a_model_back(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_coda_undo_takes_a_model_back(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     classifier = ContinualClassifier.load(folder, device="cpu")
     first = EXPECTED["models"]["dualprompt"]["versions"][0]
-    assert_as_recorded(classifier, first, "models/dualprompt/version-1", 1e-6)
+    assert_as_recorded(classifier, first, "models/dualprompt/version-1", SAME)
 
 
 # -- interrupted lessons

@@ -130,8 +130,7 @@ DISTIL = Stage(
 REFINE = dataclasses.replace(
     DISTIL, name="refine", number=1, images=19_200, learning_rate=4e-5, kept_patches=64
 )
-REFINE_AGAIN = dataclasses.replace(REFINE, name="refine-again", number=2, images=38_400)
-STAGES = (DISTIL, REFINE, REFINE_AGAIN)
+STAGES = (DISTIL, REFINE)
 
 
 def saliency_encoder(path: Path) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from coda_prompt.model.catalog import LoadedBackbone
 
 def input_hashes(environment: dict[str, Any]) -> dict[str, str]:
     """Return the hashes of a run's data and backbone."""
-    return {f"{name} sha256": environment[name]["sha256"] for name in ("data", "backbone")}
+    return {name: environment[name]["sha256"] for name in ("data", "backbone")}
 
 
 def describe_environment(
