@@ -21,6 +21,7 @@ from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
 from coda_prompt.learner import advice, store
+from coda_prompt.learner.versions import History
 from coda_prompt.model.catalog import CATALOG, is_embedded, load_backbone, write_weights
 from coda_prompt.model.vit import ViT
 from coda_prompt.preprocessing import Preprocessing
@@ -201,7 +202,7 @@ def moved(model: Path, target: Path) -> Path:
     saved = store.read_model(folder)
     record = saved.description.backbone.model_copy(update={"path": "/gone/given.safetensors"})
     description = saved.description.model_copy(update={"backbone": record})
-    store.write_model(folder, dataclasses.replace(saved, description=description), None)
+    store.write_model(folder, dataclasses.replace(saved, description=description), History())
     return folder
 
 
@@ -274,7 +275,7 @@ def test_normalisation_of_a_file_stays_as_recorded(
         changes = {"backbone": record, "pixels": saved.description.pixels | pixels}
         description = saved.description.model_copy(update=changes)
         model.mkdir(exist_ok=True)
-        store.write_model(model, dataclasses.replace(saved, description=description), None)
+        store.write_model(model, dataclasses.replace(saved, description=description), History())
 
     rewritten(mean=[0.5] * 3, std=[0.5] * 3)
     assert ContinualClassifier.load(model).predictor.preprocessing.mean == (0.5,) * 3

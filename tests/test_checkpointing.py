@@ -385,7 +385,7 @@ def test_ctrl_c_checkpoints_the_step_and_says_how_to_resume(
         process.kill()
         raise
     assert process.returncode == 130, printed
-    assert "run the same command again to resume" in printed
+    assert "Resume with: coda bench" in printed
     assert "Traceback" not in printed
     assert list(tmp_path.rglob(f"{CHECKPOINTS}/checkpoint-*"))
     finished = coda("bench", *arguments)

@@ -225,10 +225,10 @@ def test_an_interrupted_training_on_two_ranks_resumes(
         assert "Traceback" not in printed
         if kind == signal.SIGINT:
             assert process.returncode == 130, printed
-            assert printed.count("run the same command again to resume") == 1
+            assert printed.count("Resume with: coda") == 1
         else:
             assert process.returncode == 2, printed
-            assert "run the same command again" in printed
+            assert "Resume with: coda" in printed
     finished = run_ranks(2, CODA, *bench(tiny, tmp_path, *LONGER))
     assert finished.returncode == 0, finished.stderr
     assert comparable(tmp_path) == comparable(longer)

@@ -71,7 +71,7 @@ def assert_holds(path: Path, recorded: dict[str, np.ndarray]) -> None:
             (float(np.abs(other.ravel() - tensor.ravel()).max()) for other in alike),
             default=np.inf,
         )
-        assert nearest <= 1e-5 * scale, f"{name} is off by {nearest}"
+        assert nearest <= 2e-5 * scale, f"{name} is off by {nearest}"
 
 
 # -- models

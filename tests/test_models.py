@@ -390,7 +390,7 @@ def _rename_first(description: dict[str, Any], name: str) -> None:
         lambda d: d.update(method="/tmp/evil.py:Evil"),
         lambda d: d.update(method="er-5000"),
         lambda d: d.update(method=3),
-        lambda d: d.update(format=3),
+        lambda d: d.update(format=99),
         lambda d: d.update(options={"no such option": 1}),
         lambda d: d.update(options={"seed": 1}),
         lambda d: d.update(options={"device": "cuda"}),

@@ -162,7 +162,9 @@ def test_lesson_and_undo(model: Path, tmp_path: Path) -> None:
             assert prediction["probability"] == pytest.approx(probabilities.max(), abs=1e-5)
         assert client.post("/v1/undo").json() == before
         assert client.get("/v1/classes").json() == before
-        assert "no earlier version" in problem_detail(client.post("/v1/undo"), 409)
+        while (undone := client.post("/v1/undo")).status_code == 200:
+            assert len(undone.json()["classes"]) < len(before["classes"])
+        assert "no earlier version" in problem_detail(undone, 409)
 
 
 def test_lesson_from_zip_of_class_folders(model_copy: Path) -> None:

@@ -246,7 +246,6 @@ def published_row(config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     preset = load_benchmark(config["name"])
     expected = preset.model_dump(mode="json", include=set(PAPER_FIELDS))
-    expected["backbone"] = row.get("backbone", expected["backbone"])
     same_fields = {name: config.get(name) for name in expected} == expected
     epochs = preset.method_training(config["method"], 0).epochs
     return row if same_fields and config["training"].get("epochs") == epochs else None

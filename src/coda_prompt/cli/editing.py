@@ -28,11 +28,12 @@ def rename(
     new: Annotated[str, typer.Argument(help="Its new name.")],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Rename a class."""
     with _edited(model, backbone, method) as classifier:
         classifier.rename(old, new)
-    _print_state(model, f"{old} is now {new}")
+    _print_state(model, f"{old} is now {new}", as_json)
 
 
 @app.command("merge-classes", epilog="Example: `coda merge-classes my-model mug cup --into cup`")
@@ -42,11 +43,12 @@ def merge_classes(
     into: Annotated[str, typer.Option(help="Name of the class they become.")],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Unite classes into one, as if they had been taught under one name."""
     with _edited(model, backbone, method) as classifier:
         classifier.merge_classes(names, into)
-    _print_state(model, f"{join_names(names)} are now {into}")
+    _print_state(model, f"{join_names(names)} are now {into}", as_json)
 
 
 @app.command(epilog="Example: `coda forget my-model 'a person'`")
@@ -179,6 +181,7 @@ def merge(
     out: Annotated[Path, typer.Option(help="Folder of the joined model.")],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Join models that were taught apart, without their images.
 
@@ -194,7 +197,7 @@ def merge(
         for each in models
     ]
     ContinualClassifier.merge(classifiers).save(out)
-    _print_state(out, f"{len(models)} models joined")
+    _print_state(out, f"{len(models)} models joined", as_json)
 
 
 def _edited(
@@ -209,17 +212,25 @@ def _edited(
 def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
     description = restored.description
     if as_json:
-        lessons, classes = len(description.tasks), description.classes
-        console.print_json({"version": restored.number, "tasks": lessons, "classes": classes})
+        _print_version(restored)
         return
     counts = f"{len(description.classes)} classes in {len(description.tasks)} tasks"
     name = console.decode_file_name(str(model))
     console.print_message(f"{name}: back to {counts} (version {restored.number})")
 
 
-def _print_state(model: Path, what: str) -> None:
+def _print_state(model: Path, what: str, as_json: bool = False) -> None:
     """Print an edit and what the model has now."""
     from coda_prompt.learner import store
 
-    classes = len(store.read_model(model).description.classes)
+    current = store.read_model(model)
+    if as_json:
+        _print_version(current)
+        return
+    classes = len(current.description.classes)
     console.print_message(f"{console.decode_file_name(str(model))}: {what}; {classes} classes")
+
+
+def _print_version(model: "Model") -> None:
+    lessons, classes = len(model.description.tasks), model.description.classes
+    console.print_json({"version": model.number, "tasks": lessons, "classes": classes})

@@ -24,6 +24,10 @@ class Samples:
     indices: Integers
     labels: Integers
 
+    def __post_init__(self) -> None:
+        if self.indices.shape != self.labels.shape or self.indices.ndim != 1:
+            raise ValueError(f"{self.indices.shape} indices, {self.labels.shape} labels")
+
     def __len__(self) -> int:
         return len(self.indices)
 

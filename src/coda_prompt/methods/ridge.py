@@ -47,7 +47,7 @@ DEFAULT_RIDGE = 1e-5
 """Ridge as a fraction of the Gram matrix's trace until it can be selected; works well on pocket."""
 RELATIVE_RIDGE = 0.05
 """Share of an image's squared length in `ridge="relative"`; docs/lab/few-images.md measures it."""
-COMPENSATION = 1.5
+COMPENSATION = 1.0
 """Power of the compensation for few images; docs/lab/few-images.md measures it."""
 MAX_OWN_SCORE, MIN_SIGNAL = 0.999, 0.05
 """Bounds of the score of a class's own mean, and of the share of it that is not noise."""
