@@ -170,10 +170,10 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
 def differences(run: FinishedRun, config: dict[str, Any], inputs: dict[str, str]) -> list[str]:
     """List where another run of the same table differs in its benchmark, data or backbone."""
     changed = difference(shared_config(run.config), shared_config(config))
-    hashes = [
+    theirs, ours = (
         {f"{name} sha256": value for name, value in each.items()} for each in (run.inputs, inputs)
-    ]
-    return changed + difference(*hashes)
+    )
+    return changed + difference(theirs, ours)
 
 
 def _without_seed(config: dict[str, Any]) -> dict[str, Any]:
