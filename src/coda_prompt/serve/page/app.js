@@ -107,7 +107,7 @@ async function refresh() {
   const [model, { classes: names }] = await Promise.all([json("model"), json("classes")]);
   seenVersion = model.version;
   document.body.dataset.input = model.input;
-  element("about").textContent = `${model.method} on ${model.backbone}, version ${model.version}, ${model.tasks.length} lessons`;
+  element("about").textContent = `${model.method} on ${model.backbone}, version ${model.version}, ${model.tasks.length} ${model.tasks.length === 1 ? "lesson" : "lessons"}`;
   element("models").hidden = model.models.length < 2;
   element("models").replaceChildren(...model.models.map(({ name, path, current }) => {
     const link = make("a", { href: path, textContent: name });
