@@ -89,10 +89,10 @@ camera.recordWhileHeld(element("record"), (frame) => lesson.add(lesson.className
   return named;
 });
 
-element("teach-me").onclick = () => {
+element("teach-me").onclick = showErrors(async () => {
   const { image, prediction: answer } = prediction.current();
-  lesson.open(image, answer.best);
-};
+  lesson.open(drawing.isEmpty() ? image : await drawing.render(), answer.best);
+});
 
 accept("predict-file", "show", showFile);
 accept("add-files", "teaching", addFiles);
