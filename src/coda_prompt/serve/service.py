@@ -317,7 +317,9 @@ class Service:
     def _read(self, backbone: LoadedBackbone | None) -> Version:
         """Read the version in the folder, onto a backbone that is loaded already."""
         parts = self.parts if backbone is None else {**self.parts, "backbone": backbone}
-        classifier = ContinualClassifier.load(self.folder, device=self.device, **parts)
+        classifier = ContinualClassifier.load(
+            self.folder, device=self.device, verbose=False, **parts
+        )
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))
