@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+from matplotlib.cbook import get_sample_data
 from PIL import Image
-from sklearn.datasets import load_sample_image
 from speed import machine, show
 
 from coda_prompt.cli.serve import PHOTOGRAPHS
@@ -39,17 +39,18 @@ INTERVAL = 0.02
 
 
 def photographs(number: int) -> list[bytes]:
-    """Return crops of a part of a photograph as JPEG files."""
+    """Return crops of a part of a photograph as JPEG files; each number has its own colours."""
     random = np.random.default_rng(number)
-    picture = load_sample_image(("china.jpg", "flower.jpg")[number % 2])
+    with Image.open(get_sample_data("grace_hopper.jpg")) as file:
+        picture = np.roll(np.asarray(file.convert("RGB")), number, axis=2) ^ (number // 3 * 37)
     top = random.integers(0, picture.shape[0] - FRAME - 40)
     left = random.integers(0, picture.shape[1] - FRAME - 40)
     files = []
     for down, right in random.integers(0, 40, (IMAGES, 2)):
         crop = picture[top + down :, left + right :][:FRAME, :FRAME]
-        file = io.BytesIO()
-        Image.fromarray(crop).save(file, "JPEG", quality=92)
-        files.append(file.getvalue())
+        buffer = io.BytesIO()
+        Image.fromarray(crop).save(buffer, "JPEG", quality=92)
+        files.append(buffer.getvalue())
     return files
 
 
