@@ -48,6 +48,8 @@ class Version:
 
     @cached_property
     def predictor(self) -> Predictor:
+        if not self.classes:
+            raise RequestError(409, "The model has not learned any class yet.")
         return self.classifier.predictor
 
 
