@@ -301,6 +301,21 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         draw(page, zigzag(random.Random(99)))
         page.wait_for_timeout(500)
         assert "my zigzag" not in predictions(page)
+        page.click("#redo")
+        wait_for_prediction(page, "my zigzag")
+        page.get_by_role("button", name="my zigzag").last.click()
+        page.fill("#new-name", "lightning")
+        page.keyboard.press("Enter")
+        wait_for_prediction(page, "lightning")
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="lightning").last.click()
+        screenshot(page, "editor")
+        page.click("#forget")
+        for tab in (page, other):
+            tab.wait_for_function(
+                "!document.querySelector('#classes').textContent.includes('light')"
+            )
+        assert "my grid" in page.locator("#classes").inner_text()
 
 
 def test_teach_photographs_with_camera_drop_and_paste(

@@ -179,9 +179,8 @@ class Teacher:
 
     def _accuracy(self, classifier: ContinualClassifier, classes: Sequence[str]) -> float | None:
         """Measure the accuracy on pocket's test drawings; None if they are of no use."""
-        images, labels = [], []
-        if classifier.backbone_name == "pocket":
-            images, labels = pocket_test_images(classes)
+        pocket = classifier.backbone_name == "pocket"
+        images, labels = pocket_test_images(classes if pocket else [])
         key = f"{self._sha256} {len(labels)}"
         if labels and key not in self._accuracies:
             self._accuracies[key] = classifier.score(images, labels)
