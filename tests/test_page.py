@@ -313,7 +313,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         page.click("#forget")
         for tab in (page, other):
             tab.wait_for_function(
-                "!document.querySelector('#classes').textContent.includes('light')"
+                "!document.querySelector('#classes').textContent.includes('lightning')"
             )
         assert "my grid" in page.locator("#classes").inner_text()
 
