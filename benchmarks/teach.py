@@ -41,7 +41,7 @@ INTERVAL = 0.02
 def photographs(number: int) -> list[bytes]:
     """Return crops of a part of a photograph as JPEG files; each number has its own colours."""
     random = np.random.default_rng(number)
-    with Image.open(get_sample_data("grace_hopper.jpg", asfileobj=False)) as file:  # type: ignore[arg-type]
+    with Image.open(get_sample_data("grace_hopper.jpg", asfileobj=False)) as file:
         picture = np.roll(np.asarray(file.convert("RGB")), number, axis=2) ^ (number // 3 * 37)
     top = random.integers(0, picture.shape[0] - FRAME - 40)
     left = random.integers(0, picture.shape[1] - FRAME - 40)

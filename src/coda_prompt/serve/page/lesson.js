@@ -104,7 +104,7 @@ element("teach").onclick = showErrors(async () => {
   try {
     const job = await post("learn", entries.map(([, blob]) => blob), entries.map(([name]) => name));
     ownJob = job.id;
-    if (latest?.id === job.id) follow(latest);
+    if (latest?.id === job.id) { const state = latest; latest = null; follow(state); }
   } catch (error) {
     show();
     throw error;
@@ -117,7 +117,7 @@ let latest = null; // the newest state of a lesson
 export function follow(job) {
   const before = latest;
   latest = job;
-  if (!job) return;
+  if (!job || JSON.stringify(job) === JSON.stringify(before)) return;
   learning = job.state === "running";
   element("progress").hidden = !learning;
   element("progress").value = job.share;
