@@ -24,8 +24,9 @@ Files = list[tuple[str, tuple[str, bytes]]]
 @contextlib.contextmanager
 def served(*arguments: str, before: str = "", **environment: str) -> Iterator[httpx.Client]:
     """Yield a client of `coda serve ARGUMENTS`; `before` is Python code that runs first."""
+    port = () if "--port" in arguments else ("--port", "0")
     process = Forked(
-        before + CODA, "serve", *arguments, "--port", "0",
+        before + CODA, "serve", *arguments, *port,
         environment={**os.environ, **environment},
     )  # fmt: skip
     try:

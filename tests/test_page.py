@@ -1,7 +1,13 @@
-"""The web page in a real browser: draw, predict, teach, undo (Chromium through Playwright)."""
+"""The web page in a real browser (Chromium through Playwright, with a fake camera).
+
+`CODA_AXE=path/to/axe.min.js` (npm package axe-core) also checks accessibility, and
+`CODA_SCREENSHOTS=folder` saves screenshots.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import math
 import os
 import random
@@ -11,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from drawings import NAMES, SOURCE, drawings
-from serving import served
+from drawings import NAMES, SOURCE
+from serving import png, served
 from small import TINY, tiny_vit
 
 from coda_prompt import ContinualClassifier
@@ -25,9 +32,10 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 ]
 SHOTS = os.environ.get("CODA_SCREENSHOTS")
-"""A folder for screenshots of the page."""
+AXE = os.environ.get("CODA_AXE")
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +48,91 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """The page of the demo model; a JavaScript error fails the test."""
+@contextlib.contextmanager
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    """The page at a URL; JavaScript errors and requests to other hosts fail the test."""
+    context = browser.new_context(**{"viewport": {"width": 1100, "height": 900}, **options})
+    page = context.new_page()
+    problems: list[str] = []
+
+    def check_host(request: Any) -> None:
+        if not request.url.startswith((url.split("/models/")[0], "blob:", "data:")):
+            problems.append(request.url)
+
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", check_host)
+    page.set_default_timeout(60_000)
+    page.goto(url)
+    page.wait_for_selector("body[data-ready]")
+    yield page
+    context.close()
+    assert problems == []
+
+
+@pytest.fixture(scope="module")
+def demo_url() -> Iterator[str]:
+    """A service whose model no test changes."""
     with served() as client:
-        context = browser.new_context(viewport={"width": 1100, "height": 900})
-        found = context.new_page()
-        errors: list[str] = []
-        found.on("pageerror", lambda error: errors.append(str(error)))
-        found.set_default_timeout(60_000)
-        found.goto(str(client.base_url))
-        found.wait_for_function("document.querySelectorAll('#classes li').length > 10")
-        yield found
-        context.close()
-        assert errors == []
+        yield str(client.base_url)
+
+
+@pytest.fixture
+def page(browser: Any, demo_url: str) -> Iterator[Any]:
+    """The page of the demo model."""
+    with opened(browser, demo_url) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def photo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on a tiny backbone for photographs, with nothing learned."""
+    folder = tmp_path_factory.mktemp("photo")
+    vit = tiny_vit(config=replace(TINY, channels=3))
+    write_weights(folder / "colour.safetensors", vit, Preprocessing(16))
+    ContinualClassifier(str(folder / "colour.safetensors"), method="ncm").save(folder / "model")
+    return folder / "model"
+
+
+def screenshot(page: Any, name: str) -> None:
+    """Save a screenshot if they are wanted, and check accessibility if axe-core is there."""
+    if SHOTS:
+        page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
+    if AXE:
+        page.evaluate(Path(AXE).read_text("utf-8"))
+        violations = page.evaluate("axe.run().then(result => result.violations)")
+        found = [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations]
+        assert not found, f"{name}: {found}"
+
+
+def send_files(page: Any, target: str, images: list[Any], kind: str) -> None:
+    """Drop or paste images on an element."""
+    contents = [base64.b64encode(png(image)).decode() for image in images]
+    page.evaluate(
+        """([target, contents, kind]) => {
+            const data = new DataTransfer();
+            for (const text of contents) {
+                const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+                data.items.add(new File([bytes], "image.png", { type: "image/png" }));
+            }
+            const options = { bubbles: true, cancelable: true };
+            document.querySelector(target).dispatchEvent(kind === "drop"
+                ? new DragEvent("drop", { ...options, dataTransfer: data })
+                : new ClipboardEvent("paste", { ...options, clipboardData: data }));
+        }""",
+        [target, contents, kind],
+    )
+
+
+def colours(red: int, green: int, blue: int, count: int = 6) -> list[Any]:
+    """Small photographs of one colour, each a little different."""
+    random = np.random.default_rng(red)
+    noise = random.integers(0, 60, (count, 40, 50, 3))
+    return list((noise + np.array([red, green, blue])).astype(np.uint8))
 
 
 def draw(page: Any, lines: list[list[tuple[float, float]]]) -> None:
     """Draw with the mouse; coordinates are fractions of the canvas."""
+    page.locator("#canvas").scroll_into_view_if_needed()
     box = page.locator("#canvas").bounding_box()
     for line in lines:
         points = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in line]
@@ -112,6 +187,59 @@ def test_predictions_update_while_drawing(page: Any) -> None:
     page.wait_for_function("document.querySelectorAll('#predictions li').length === 0")
 
 
+def test_drawing_with_the_keyboard(page: Any) -> None:
+    page.focus("#canvas")
+    page.keyboard.press(" ")
+    for key in ("ArrowLeft", "ArrowDown", "ArrowRight", "ArrowUp"):
+        for _ in range(5):
+            page.keyboard.press(key)
+    page.keyboard.press(" ")
+    page.wait_for_selector("#predictions li")
+    page.fill("#name", "square")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".examples img")
+    assert page.locator(".counter").inner_text() == "1"
+
+
+def test_view_of_how_an_answer_came_about(page: Any) -> None:
+    draw(page, ring(random.Random(0)))
+    page.wait_for_selector("#predictions li")
+    page.click("#why summary")
+    page.wait_for_selector("#explanation table")
+    distances = [float(text) for text in page.locator(".distance").all_inner_texts()]
+    assert distances == sorted(distances)
+    assert page.locator(".prompt-row").count() == 5  # prompted blocks of the demo model
+    screenshot(page, "explanation")
+
+
+def test_unknown_image_opens_a_lesson(page: Any) -> None:
+    def as_unknown(route: Any) -> None:
+        answer = route.fetch().json()
+        answer["predictions"][0].update(unknown=True, label=None)
+        route.fulfill(json=answer)
+
+    page.route("**/v1/predict*", as_unknown)
+    draw(page, ring(random.Random(0)))
+    page.wait_for_selector("#unknown:not([hidden])")
+    guess = predictions(page)[0]
+    assert "I have not seen this before. Teach me?" in page.locator("#unknown").inner_text()
+    assert guess in page.locator("#best-guess").inner_text()
+    page.click("#teach-me")
+    assert page.evaluate("document.activeElement.id") == "name"
+    assert page.locator("#pending-image").is_visible()
+    assert guess in page.locator("#accept-guess").inner_text()
+    screenshot(page, "unknown")
+    page.keyboard.type("my ring")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".examples img")
+    assert page.locator(".class-name").inner_text() == "my ring"
+    assert not page.locator("#pending").is_visible()
+    page.click("#teach-me")
+    page.click("#accept-guess")
+    assert page.locator(".class-name").all_inner_texts() == ["my ring", guess]
+    assert "4 more of “my ring” needed." in page.locator("#teach-hint").inner_text()
+
+
 def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
     """Save a test drawing that the demo model predicts correctly; return its path and class."""
     known = set(page.locator("#classes li").all_inner_texts())
@@ -128,59 +256,134 @@ def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
     raise AssertionError("the demo model predicts no test drawing correctly")
 
 
-def test_teach_two_classes_and_undo(page: Any, tmp_path: Path) -> None:
-    path, old = demo_image(page, tmp_path)
-    rng = random.Random(1)
-    shapes = {"my zigzag": zigzag, "my grid": grid}
-    assert page.locator("#teach").is_disabled()
-    for name, shape in shapes.items():
-        page.fill("#name", name)
-        for _ in range(6):
-            draw(page, shape(rng))
-            page.click("#add")
-    page.wait_for_function("document.querySelectorAll('.strip img').length === 12")
-    assert page.locator("#teach").is_enabled()
-    if SHOTS:
-        page.screenshot(path=f"{SHOTS}/teaching.png", full_page=True)
-    page.click("#teach")
-    page.wait_for_selector("#progress:not([hidden])")
-    page.wait_for_function("document.querySelector('#report').textContent.startsWith('Learned')")
-    assert "Old classes" in page.locator("#report").inner_text()
-    page.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 2")
-    for name, shape in shapes.items():
-        page.click("#clear")
-        draw(page, shape(random.Random(99)))
-        wait_for_prediction(page, name)
-    if SHOTS:
-        page.screenshot(path=f"{SHOTS}/taught.png", full_page=True)
-    page.set_input_files("#predict-file", path)
-    wait_for_prediction(page, old)
-    page.click("#undo")
-    page.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 0")
-    assert not set(shapes) & set(page.locator("#classes li").all_inner_texts())
-    draw(page, zigzag(random.Random(99)))
-    page.wait_for_timeout(500)
-    assert "my zigzag" not in predictions(page)
+def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path: Path) -> None:
+    with (
+        served() as client,
+        opened(browser, str(client.base_url)) as page,
+        opened(browser, str(client.base_url)) as other,
+    ):
+        path, old = demo_image(page, tmp_path)
+        rng = random.Random(1)
+        shapes = {"my zigzag": zigzag, "my grid": grid}
+        assert page.locator("#teach").is_disabled()
+        for name, shape in shapes.items():
+            page.fill("#name", name)
+            for _ in range(6):
+                draw(page, shape(rng))
+                page.click("#add")
+        page.wait_for_function("document.querySelectorAll('.examples img').length === 12")
+        assert page.locator("#teach").is_enabled()
+        screenshot(page, "teaching")
+        other.evaluate(
+            """new MutationObserver(() => {
+                window.progress ||= !document.querySelector('#progress').hidden
+                    && document.querySelector('#report').textContent.includes('Another page');
+            }).observe(document.body, { subtree: true, attributes: true, childList: true })"""
+        )
+        page.click("#teach")
+        for tab in (page, other):
+            tab.wait_for_function(
+                "document.querySelector('#report').textContent.includes('before')"
+            )
+            assert tab.locator("#report").inner_text().startswith("Learned my zigzag, my grid in")
+            tab.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 2")
+        assert other.evaluate("window.progress")
+        for name, shape in shapes.items():
+            page.click("#clear")
+            draw(page, shape(random.Random(99)))
+            wait_for_prediction(page, name)
+        screenshot(page, "taught")
+        page.set_input_files("#predict-file", path)
+        wait_for_prediction(page, old)
+        page.click("#undo")
+        for tab in (page, other):
+            tab.wait_for_function("!document.querySelector('#classes').textContent.includes('my ')")
+        draw(page, zigzag(random.Random(99)))
+        page.wait_for_timeout(500)
+        assert "my zigzag" not in predictions(page)
+        page.click("#redo")
+        wait_for_prediction(page, "my zigzag")
+        page.get_by_role("button", name="my zigzag").last.click()
+        page.fill("#new-name", "lightning")
+        page.keyboard.press("Enter")
+        wait_for_prediction(page, "lightning")
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="lightning").last.click()
+        screenshot(page, "editor")
+        page.click("#forget")
+        for tab in (page, other):
+            tab.wait_for_function(
+                "!document.querySelector('#classes').textContent.includes('lightning')"
+            )
+        assert "my grid" in page.locator("#classes").inner_text()
 
 
-def test_page_of_a_model_for_photographs_asks_for_files(browser: Any, tmp_path: Path) -> None:
-    vit = tiny_vit(config=replace(TINY, channels=3))
-    write_weights(tmp_path / "colour.safetensors", vit, Preprocessing(16))
-    classifier = ContinualClassifier(str(tmp_path / "colour.safetensors"), method="ncm")
-    classifier.learn(*drawings(range(2), 5))
-    classifier.save(tmp_path / "model")
-    with served(str(tmp_path / "model")) as client:
-        page = browser.new_page()
-        page.goto(str(client.base_url))
-        page.wait_for_function("document.body.dataset.input === 'photograph'")
-        assert page.locator("h1").inner_text() == "Show and teach photographs"
-        for hidden in ("#undo-stroke", "#clear", "#add"):
+def test_teach_photographs_with_camera_drop_and_paste(
+    browser: Any, photo_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photo_model, tmp_path / "model")
+    with served(str(tmp_path / "model")) as client, opened(browser, str(client.base_url)) as page:
+        assert page.locator("h1").inner_text() == "Show and teach"
+        for hidden in ("#canvas", "#undo-stroke", "#clear"):
             assert not page.locator(hidden).is_visible()
-        draw(page, ring(random.Random(0)))  # does nothing
-        SOURCE.test.image(0).save(tmp_path / "image.png")
-        page.set_input_files("#predict-file", tmp_path / "image.png")
-        page.wait_for_selector("#predictions li")
-        page.close()
+        assert "not learned anything yet" in page.locator("#prediction-hint").inner_text()
+        page.click("#camera-toggle")
+        page.wait_for_selector("#record:enabled")
+        screenshot(page, "camera")
+        page.locator("#record").hover()
+        page.mouse.down()  # without a name nothing is recorded
+        page.mouse.up()
+        assert "class name first" in page.locator("#error").inner_text()
+        page.fill("#name", "clock")
+        page.locator("#record").hover()
+        page.mouse.down()
+        page.wait_for_function("document.querySelectorAll('.examples img').length >= 8")
+        page.mouse.up()
+        page.wait_for_timeout(300)
+        count = page.locator(".examples img").count()
+        page.wait_for_timeout(400)
+        assert page.locator(".examples img").count() == count, "recording ends with the press"
+        page.fill("#name", "red")
+        send_files(page, "#teaching", colours(180, 0, 0), "drop")
+        page.wait_for_function("document.querySelectorAll('.counter').length === 2")
+        page.fill("#name", "blue")
+        send_files(page, "#name", colours(0, 0, 180), "paste")
+        page.wait_for_function("document.querySelectorAll('.counter').length === 3")
+        assert page.locator(".counter").all_inner_texts() == [str(count), "6", "6"]
+        page.click("#teach")
+        page.wait_for_function("document.querySelectorAll('#classes li').length === 3")
+        wait_for_prediction(page, "clock")  # live
+        page.click("#camera-toggle")
+        page.wait_for_function("document.querySelectorAll('#predictions li').length === 0")
+        for name, colour in (("red", (180, 0, 0)), ("blue", (0, 0, 180))):
+            send_files(page, "#show", colours(*colour, count=1), "drop")
+            wait_for_prediction(page, name)
+            assert page.locator("#shown").is_visible()
+        send_files(page, "body", colours(180, 0, 0, count=1), "paste")
+        wait_for_prediction(page, "red")
+        screenshot(page, "photographs")
+
+
+def test_page_shows_that_the_service_is_gone_and_returns(
+    browser: Any, photo_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photo_model, tmp_path / "model")
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(contextlib.ExitStack())
+        client = service.enter_context(served(str(tmp_path / "model")))
+        port = str(client.base_url.port)
+        page = stack.enter_context(opened(browser, str(client.base_url)))
+        page.fill("#name", "red")
+        send_files(page, "#teaching", colours(180, 0, 0), "drop")
+        page.wait_for_selector("#teach:enabled")
+        service.close()
+        page.wait_for_selector("#gone:not([hidden])")
+        assert page.locator("#teach").is_disabled()
+        screenshot(page, "gone")
+        stack.enter_context(served(str(tmp_path / "model"), "--port", port))
+        page.wait_for_selector("#gone", state="hidden")
+        page.click("#teach:enabled")
+        page.wait_for_function("document.querySelectorAll('#classes li').length === 1")
 
 
 def test_errors_are_shown(page: Any, tmp_path: Path) -> None:
@@ -206,21 +409,22 @@ def test_keyboard_navigation(page: Any) -> None:
         reached.add(page.evaluate("document.activeElement.id"))
     assert {"canvas", "undo-stroke", "clear", "predict-file", "name", "add", "add-files"} <= reached
     unnamed = page.evaluate(
-        "[...document.querySelectorAll('button, input')].filter(e => !(e.textContent.trim() || "
-        "e.getAttribute('aria-label') || e.labels?.length)).length"
+        "[...document.querySelectorAll('button, input')].filter(e => e.checkVisibility() && "
+        "!(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).length"
     )
     assert unnamed == 0
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 1100), ("light", 390)])
-def test_light_dark_and_phone_layout(scheme: str, width: int, browser: Any) -> None:
-    with served() as client:
-        context = browser.new_context(
-            color_scheme=scheme, viewport={"width": width, "height": 844}, has_touch=width < 500
-        )
-        page = context.new_page()
-        page.goto(str(client.base_url))
-        page.wait_for_function("document.querySelectorAll('#classes li').length > 10")
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1100), ("dark", 1100), ("light", 390), ("dark", 390)]
+)
+def test_light_dark_and_phone_layout(scheme: str, width: int, browser: Any, demo_url: str) -> None:
+    options = {
+        "color_scheme": scheme,
+        "viewport": {"width": width, "height": 844},
+        "has_touch": width < 500,
+    }
+    with opened(browser, demo_url, **options) as page:
         draw(page, ring(random.Random(0)))
         page.wait_for_selector("#predictions li")
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -228,9 +432,7 @@ def test_light_dark_and_phone_layout(scheme: str, width: int, browser: Any) -> N
         assert bright == (scheme == "light")
         wider = page.evaluate("document.documentElement.scrollWidth > innerWidth")
         assert not wider, "nothing is cut off"
-        if SHOTS:
-            page.screenshot(path=f"{SHOTS}/{scheme}-{width}.png", full_page=True)
-        context.close()
+        screenshot(page, f"drawings-{scheme}-{width}")
 
 
 def test_token_can_be_entered_on_the_page(browser: Any) -> None:

@@ -17,6 +17,8 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,13 @@ from drawings import NAMES, SOURCE, drawings, taught
 from forked import PATIENCE
 from PIL import Image
 from serving import children_of, files, png, served, teach, wait_for_job
-from small import coda
+from small import TINY, coda, tiny_vit
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.learner import store
+from coda_prompt.learner.explanation import explain
+from coda_prompt.model.catalog import write_weights
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.serve import uploads
 from coda_prompt.serve.learning import ExampleDataset
 from coda_prompt.serve.uploads import Example, RequestError, read_zip
@@ -122,7 +127,10 @@ def test_health_classes_model_and_metrics(client: httpx.Client) -> None:
 
 
 def test_docs_and_page_load_nothing_from_other_hosts(client: httpx.Client) -> None:
-    for path in ("/", "/docs", "/page/app.js", "/page/style.css", "/page/icon.svg"):
+    page = resources.files("coda_prompt") / "serve" / "page"
+    assets = [f"/page/{file.name}" for file in page.iterdir()]
+    assert "/page/app.js" in assets
+    for path in ("/", "/docs", *assets):
         response = client.get(path)
         assert response.status_code == 200, path
         text = response.text.replace("http://www.w3.org/2000/svg", "")
@@ -131,7 +139,117 @@ def test_docs_and_page_load_nothing_from_other_hosts(client: httpx.Client) -> No
     assert client.get("/docs/assets/swagger-ui-bundle.js").status_code == 200
 
 
+def test_explanation_has_nearest_classes_and_prompt_weights(
+    client: httpx.Client, slow_model: Path
+) -> None:
+    images, _ = drawings([0], 2, test=True)
+    answer = client.post("/v1/explain", files=files(images[:1])).json()
+    predicted = client.post("/v1/predict?top=6", files=files(images[:1])).json()
+    distances = [each["distance"] for each in answer["nearest"]]
+    assert distances == sorted(distances)
+    assert 0 <= distances[0] < distances[-1] <= 2
+    given = {each["label"]: each["probability"] for each in predicted["predictions"][0]["top"]}
+    for each in answer["nearest"]:
+        assert each["probability"] == pytest.approx(given[each["label"]], abs=1e-5)
+    assert answer["prompts"] == []  # RanPAC has none
+    assert "one image" in problem_detail(client.post("/v1/explain", files=files(images)), 422)
+    classifier = ContinualClassifier.load(slow_model)  # CODA-P
+    prompts = explain(classifier.network, Image.fromarray(images[0])).prompts
+    assert [each.block for each in prompts] == [0, 1, 2, 3, 4]
+    assert {len(each.weights) for each in prompts} == {10}
+    assert all(-1 <= weight <= 1 for each in prompts for weight in each.weights)
+
+
 # -- lessons
+
+
+def test_model_without_classes_refuses_predictions_until_its_first_lesson(tmp_path: Path) -> None:
+    ContinualClassifier("pocket", method="ncm").save(tmp_path / "model")
+    images, labels = drawings([0, 1], 5)
+    with served(str(tmp_path / "model")) as client:
+        assert client.get("/v1/classes").json()["classes"] == []
+        for route in ("predict", "explain"):
+            refused = client.post(f"/v1/{route}", files=files(images[:1]))
+            assert "not learned any class" in problem_detail(refused, 409)
+        assert wait_for_job(client, teach(client, images, labels))["state"] == "done"
+        answer = client.post("/v1/predict", files=files(images[:1])).json()
+        assert answer["predictions"][0]["label"] == NAMES[0]
+
+
+def test_learning_process_is_warm_and_replaced_when_it_dies(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    with served(str(tmp_path / "model")) as client:
+        pid = client.pid  # type: ignore[attr-defined]
+        assert children_of(pid) == []
+        client.get("/v1/model")
+        (process,) = wait_for_children(pid)
+        for row in (8, 9):
+            assert wait_for_job(client, teach(client, *drawings([row], 5)))["state"] == "done"
+            assert children_of(pid) == [process], "the same process runs all lessons"
+        bad = [("images", ("a.png", b"no image"))]
+        failed = client.post("/v1/learn", files=bad, data={"labels": ["x"]}).json()
+        assert "not an image" in wait_for_job(client, failed)["reason"]
+        assert children_of(pid) == [process], "a lesson that is refused does not end it"
+        assert client.post("/v1/undo").status_code == 200
+        os.kill(process, signal.SIGKILL)  # between two lessons
+        assert wait_for_job(client, teach(client, *drawings([10], 5)))["state"] == "done"
+        assert process not in wait_for_children(pid)
+        assert client.get("/v1/classes").json()["classes"] == [*NAMES[:6], NAMES[8], NAMES[10]]
+
+
+def wait_for_children(pid: int) -> list[int]:
+    deadline = time.monotonic() + PATIENCE
+    while not (children := children_of(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return children
+
+
+def test_every_client_sees_the_states_of_a_lesson(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    with served(str(tmp_path / "model")) as client:
+        states = []
+        with client.stream("GET", "/v1/events") as events:
+            for line in events.iter_lines():
+                if not line:
+                    continue
+                states.append(json.loads(line.removeprefix("data: ")))
+                if len(states) == 1:
+                    assert states[0]["job"] is None
+                    teach(client, *drawings([8], 5))
+                elif states[-1]["job"]["stage"] == "done":
+                    break
+        assert any(state["learning"] for state in states)
+        last = states[-1]
+        assert last["version"] == last["job"]["version"] != states[0]["version"]
+        assert last["job"]["learned"]["kept"]["classes"] == 6
+
+
+def test_several_models_are_served_side_by_side(tmp_path: Path) -> None:
+    """As `coda serve` without a model does; here the second one is on a tiny backbone."""
+    vit = tiny_vit(config=replace(TINY, channels=3))
+    write_weights(tmp_path / "colour.safetensors", vit, Preprocessing(16))
+    with served(
+        "--backbone", str(tmp_path / "colour.safetensors"), CODA_TOKEN="correct horse"
+    ) as client:
+        for path in ("/v1/model", "/models/photographs/v1/model"):
+            problem_detail(client.get(path), 401)
+        assert client.get("/models/photographs/").status_code == 200  # the page
+        client.headers["authorization"] = "Bearer correct horse"
+        first = client.get("/v1/model").json()
+        second = client.get("/models/photographs/v1/model").json()
+        assert (first["input"], second["input"]) == ("drawing", "photograph")
+        assert [each["name"] for each in first["models"]] == ["drawings", "photographs"]
+        assert [each["current"] for each in second["models"]] == [False, True]
+        images, labels = drawings([0, 1], 5)
+        sent = {"files": files(images), "data": {"labels": labels}}
+        job = client.post("/models/photographs/v1/learn", **sent).json()
+        with client.stream("GET", f"/models/photographs/v1/jobs/{job['id']}/events") as events:
+            last = [line for line in events.iter_lines() if line][-1]
+        assert json.loads(last.removeprefix("data: "))["state"] == "done"
+        classes = client.get("/models/photographs/v1/classes").json()["classes"]
+        assert classes == [NAMES[0], NAMES[1]]
+        assert len(client.get("/v1/classes").json()["classes"]) == 40
 
 
 def test_lesson_and_undo(model: Path, tmp_path: Path) -> None:
@@ -575,7 +693,7 @@ def test_curl_examples_of_the_docs(model_copy: Path, tmp_path: Path) -> None:
     image = png(SOURCE.train.image(0))
     (tmp_path / "classes.zip").write_bytes(make_zip({f"cat/{n}.png": image for n in range(3)}))
     lines = script.replace("\\\n", "").strip().splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     with served(str(model_copy)) as client:
         for line in lines:
             done = subprocess.run(

@@ -20,9 +20,10 @@ from coda_prompt.errors import BadOption, MissingExtra
 app = typer.Typer()
 
 MIN_TOKEN_LENGTH = 8
-MAX_CONNECTIONS = 500
-"""Further connections get status 503."""
 DEMO_MODEL = "demo-model"
+PHOTO_BACKBONE = "photo"
+DRAWINGS, PHOTOGRAPHS = "drawings", "photographs"
+"""Names of the models that are served without a model folder."""
 
 
 @app.command(
@@ -32,7 +33,9 @@ DEMO_MODEL = "demo-model"
 def serve(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Model folder. Default: a temporary copy of the demo model."),
+        typer.Argument(
+            help="Model folder. Default: temporary models for drawings and for photographs."
+        ),
     ] = None,
     host: Annotated[
         str,
@@ -50,12 +53,10 @@ def serve(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model over HTTP: predict, learn, and a web page to draw and teach."""
+    """Serve a model over HTTP: predict, learn, and a web page to show and teach."""
     try:
-        import uvicorn
-
         from coda_prompt.serve.access import LOOPBACK, AccessPolicy
-        from coda_prompt.serve.app import make_app
+        from coda_prompt.serve.server import Server
         from coda_prompt.serve.service import Service
     except ModuleNotFoundError as error:
         raise MissingExtra("coda serve", "serve") from error
@@ -66,42 +67,51 @@ def serve(
         problem = f"other machines can reach {host}; set CODA_TOKEN to a secret"
         raise BadOption("coda serve", "token", problem)
     policy = AccessPolicy(token, LOOPBACK if local else None)
-    with _model_folder(model) as folder, _listen(host, port) as listener:
-        service = Service(
-            folder, batching=batching, device=device, backbone=backbone, method=method
-        )
+    with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
+        parts = {"backbone": backbone, "method": method} if model is not None else {}
+        services = {
+            name: Service(folder, batching=batching, device=device, **parts)
+            for name, folder in folders.items()
+        }
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{listener.getsockname()[1]}/"
         if as_json:
             print_json({"url": url}, line=True)
         else:
             print_message(f"{url}  (press Ctrl-C to stop)")
-        config = uvicorn.Config(
-            make_app(service, policy),
-            log_level="warning",
-            timeout_graceful_shutdown=30,
-            limit_concurrency=MAX_CONNECTIONS,
-        )
         # uvicorn raises the signal again after shutdown; exit normally to delete the demo copy.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(services, policy).run(sockets=[listener])
 
 
 @contextlib.contextmanager
-def _model_folder(model: Path | None) -> Iterator[Path]:
-    """Yield the model folder, or a temporary copy of the demo model."""
+def _model_folders(model: Path | None, backbone: str | None) -> Iterator[dict[str, Path]]:
+    """Yield the model folder by its name, or temporary models to start from.
+
+    Args:
+        model: The model folder.
+        backbone: Without a model folder: the backbone of the temporary model for photographs.
+    """
+    from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.model.catalog import is_embedded
+
     if model is not None:
-        yield model
+        yield {model.resolve().name: model}
         return
     with tempfile.TemporaryDirectory(prefix="coda-demo-") as temporary:
-        folder = Path(temporary) / DEMO_MODEL
+        folders = {DRAWINGS: Path(temporary) / DRAWINGS}
         with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as original:
-            shutil.copytree(original, folder)
+            shutil.copytree(original, folders[DRAWINGS])
+        started = "Serving a temporary model for drawings"
+        if backbone is not None or is_embedded(PHOTO_BACKBONE):
+            folders[PHOTOGRAPHS] = Path(temporary) / PHOTOGRAPHS
+            ContinualClassifier(backbone or PHOTO_BACKBONE).save(folders[PHOTOGRAPHS])
+            started = "Serving temporary models for drawings and for photographs"
         print_message(
-            f"Serving a temporary copy of the demo model in {folder}, which is deleted at the end. "
+            f"{started} in {temporary}, which is deleted at the end. "
             "To save what you teach, serve a model of your own: coda serve MODEL"
         )
-        yield folder
+        yield folders
 
 
 @contextlib.contextmanager

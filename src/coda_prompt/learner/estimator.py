@@ -15,6 +15,7 @@ from coda_prompt.learner.card import TASK_HEADS, task_rows
 from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import Predictor
+from coda_prompt.model.catalog import LoadedBackbone
 from coda_prompt.training.devices import Devices
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Estimator:
             self._network = self._build("pocket" if self.backbone == AUTO else self.backbone)
         return self._network
 
-    def _build(self, backbone: str) -> Network:
+    def _build(self, backbone: str | LoadedBackbone) -> Network:
         """Load a backbone and make the method on it, with nothing learned."""
         fabric = self.fabric or Devices(self.device).fabric()
         return Network(backbone, self._entry, self.options or {}, self.training or {}, fabric)

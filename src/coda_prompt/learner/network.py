@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 from lightning_fabric import Fabric
@@ -19,7 +18,7 @@ from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.store import Description, EditRecord, TaskRecord
 from coda_prompt.methods.additive import removable_options
 from coda_prompt.methods.options import make_config
-from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.loading import Views
@@ -35,7 +34,7 @@ class Network:
     """A method on a frozen backbone, the lessons it has learned and the predictor they give.
 
     Args:
-        backbone: The backbone to load, as in `ContinualClassifier`, but not `auto`.
+        backbone: A loaded backbone, or one to load as in `ContinualClassifier`, but not `auto`.
         entry: The method.
         options: Options of the method.
         training: Options of the training.
@@ -48,14 +47,14 @@ class Network:
 
     def __init__(
         self,
-        backbone: str,
+        backbone: str | LoadedBackbone,
         entry: methods.Entry,
         options: Mapping[str, Any],
         training: Mapping[str, Any],
         fabric: Fabric,
     ) -> None:
         self.entry, self.fabric = entry, fabric
-        self.backbone = load_backbone(backbone)
+        self.backbone = load_backbone(backbone) if isinstance(backbone, str) else backbone
         self.backbone_name = self.backbone.name
         self.number, self.edits = 0, list[EditRecord]()
         """Number of the version, and what was edited."""
@@ -81,10 +80,10 @@ class Network:
         )
         self.set_tasks([])
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of the backbone's weights."""
-        return self.backbone.vit.fingerprint()
+        return self.backbone.fingerprint
 
     def set_tasks(self, tasks: list[TaskRecord]) -> None:
         """Set the lessons learned so far, and all that follows from them."""

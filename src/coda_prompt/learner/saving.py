@@ -12,6 +12,7 @@ from coda_prompt.learner import loading, store
 from coda_prompt.learner.estimator import Estimator
 from coda_prompt.learner.store import EditRecord, TaskRecord
 from coda_prompt.learner.versions import History
+from coda_prompt.model.catalog import LoadedBackbone
 from coda_prompt.training.checkpointing import Checkpointer
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class SavedEstimator(Estimator):
         cls,
         folder: str | Path,
         *,
-        backbone: str | None = None,
+        backbone: str | LoadedBackbone | None = None,
         method: str | None = None,
         device: str = "auto",
         verbose: bool = True,
@@ -129,7 +130,8 @@ class SavedEstimator(Estimator):
         Args:
             folder: The model folder.
             backbone: The backbone's weights, if they are a file that has moved: `NAME=PATH` or
-                `PATH`. The fingerprint is checked.
+                `PATH`. Or a loaded backbone, to share it among classifiers. The fingerprint is
+                checked.
             method: `path/to/file.py:Class`, required if the model was made with a method of your
                 own: a model stores the class name and the hash of the file, but no code.
             device: `auto`, `cpu`, `cuda` or `mps`.
@@ -146,9 +148,11 @@ class SavedEstimator(Estimator):
         model = store.read_model(folder)
         training = loading.training_options(model.description, folder)
         method = loading.resolve_method(model.description, method, folder)
-        backbone = loading.resolve_backbone(model.description.backbone, backbone, folder)
+        loaded = backbone if isinstance(backbone, LoadedBackbone) else None
+        named = None if isinstance(backbone, LoadedBackbone) else backbone
+        resolved = loading.resolve_backbone(model.description.backbone, named, folder)
         classifier = cls(
-            backbone,
+            resolved,
             method,
             options=model.description.options,
             training=training,
@@ -156,6 +160,8 @@ class SavedEstimator(Estimator):
             verbose=verbose,
             fabric=fabric,
         )
+        if loaded is not None:
+            classifier._network = classifier._build(loaded)
         network = classifier.network
         network.backbone_name = model.description.backbone.name
         network.check_backbone(model.description, folder)

@@ -212,6 +212,20 @@ class Method(nn.Module):
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         """B x classes seen; queries are computed where they are needed and not given."""
 
+    def distances(self, features: Tensor) -> Tensor | None:
+        """The cosine distance of features (B x D) to each class, B x classes seen.
+
+        In the space in which the method decides; None if it has no direction for each class.
+        """
+        return None
+
+    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
+        """How much each prompt contributes to the answer for a query: block -> B x prompts.
+
+        Empty if the method has no prompts that depend on queries.
+        """
+        return {}
+
     def loss(self, batch: TrainingBatch) -> Loss:
         """The parts of the loss of a batch; not needed by a closed form."""
         raise TypeError(f"{self.name} is fitted in closed form and has no loss")
@@ -316,6 +330,9 @@ class TrainedMethod(Method):
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.head(self.features(images, queries))
+
+    def distances(self, features: Tensor) -> Tensor | None:
+        return 1 - cosines(features, self.head.weight.rows)
 
     def _is_consistent(self) -> bool:
         rows = {len(self.head.weight), len(self.head.bias)}

@@ -101,6 +101,9 @@ class NearestClassMean(ClosedForm):
         scores = cosines(queries, self.sums.frozen)
         return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)
 
+    def distances(self, features: Tensor) -> Tensor | None:
+        return 1 - self.scores(features)
+
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.sums.frozen.numel())
 

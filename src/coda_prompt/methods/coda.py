@@ -159,6 +159,11 @@ class CodaPrompt(PromptMethod):
             parts.append((products, self.components.trainable[blocks]))
         return parts
 
+    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
+        """alpha of all components."""
+        weights = [component_weights(queries, products) for products, _ in self.components_of()]
+        return dict(zip(self.blocks, torch.cat(weights, dim=-1), strict=True)) if weights else {}
+
     def penalty(self) -> Tensor:
         """lambda (L(P) + L(K) + L(A)), L(B) = |B B^T - I| (eqs. 6 and 7)."""
         if not self._penalty_weight or self.components.trainable is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Method, TaskBrief, full_precision
+from coda_prompt.methods.base import Method, TaskBrief, cosines, full_precision
 from coda_prompt.seeding import keyed_generator
 
 CHUNK_SIZE = 4096
@@ -86,6 +86,11 @@ class RandomFeatureMethod(Method):
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.statistics.fit(features, labels, len(self.task_sizes))
+
+    def distances(self, features: Tensor) -> Tensor | None:
+        statistics = self.statistics
+        means = statistics.sums.frozen / statistics.counts.frozen.clamp(min=1)
+        return 1 - cosines(statistics.hidden(features), means.T)
 
     def _is_consistent(self) -> bool:
         statistics = self.statistics

@@ -17,7 +17,13 @@ from torch.nn import functional as F
 
 from coda_prompt.methods.additive import AdditiveState
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, full_precision
+from coda_prompt.methods.base import (
+    MethodConfig,
+    ParameterCount,
+    TaskBrief,
+    cosines,
+    full_precision,
+)
 from coda_prompt.methods.closedform import ClosedForm
 from coda_prompt.methods.moments import FeatureMoments
 from coda_prompt.methods.options import STRICT
@@ -81,6 +87,9 @@ class StreamingLDA(ClosedForm):
         features = self._scaled(queries.to(self.weight.frozen.dtype))
         with full_precision(queries.device):
             return F.linear(features, self.weight.frozen, self.bias.frozen)
+
+    def distances(self, features: Tensor) -> Tensor | None:
+        return 1 - cosines(features, self.moments.means().to(features))
 
     def _scaled(self, features: Tensor) -> Tensor:
         return F.normalize(features, dim=-1) if self.config.normalize else features

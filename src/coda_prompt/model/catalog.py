@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -78,6 +79,11 @@ class LoadedBackbone:
     """Commit of the hub repository; None if the file was not downloaded."""
     path: Path | None = None
     """The local file; None if it is embedded or was downloaded."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the weights."""
+        return self.vit.fingerprint()
 
 
 _TINY = ViTConfig(width=192, heads=3, mlp_width=768)

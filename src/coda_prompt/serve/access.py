@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -20,6 +21,8 @@ from coda_prompt.serve.uploads import MAX_REQUEST_BYTES, RequestError
 
 MAX_SECONDS_BETWEEN_CHUNKS = 20.0
 """A client that pauses longer in the middle of a request body gets status 408."""
+API_PATH = re.compile(r"(/models/[^/]+)?/(v1|metrics)")
+"""Paths that need the token: the API of each model, but not the page."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -28,7 +31,7 @@ class AccessPolicy:
     """Who may use the service."""
 
     token: str | None = None
-    """Bearer token for /v1 and /metrics; None: no token needed."""
+    """Bearer token for the API and /metrics; None: no token needed."""
     hosts: tuple[str, ...] | None = LOOPBACK
     """Accepted Host headers, against DNS rebinding; None: any."""
 
@@ -45,7 +48,7 @@ class AccessPolicy:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > MAX_REQUEST_BYTES:
             raise _too_large()
-        if self.token is not None and scope["path"].startswith(("/v1", "/metrics")):
+        if self.token is not None and API_PATH.match(scope["path"]):
             token = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(token.encode("latin-1"), self.token.encode()):
                 raise RequestError(401, "Send the token: 'Authorization: Bearer TOKEN'.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from importlib import resources
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
+from starlette.types import Lifespan
 from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
@@ -35,31 +36,58 @@ api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
 pages = APIRouter()
 
 
-def make_app(service: Service, policy: AccessPolicy | None = None) -> FastAPI:
-    """Make the HTTP application of a service."""
+def make_app(services: Mapping[str, Service], policy: AccessPolicy | None = None) -> FastAPI:
+    """Make the HTTP application of one or more models.
+
+    Args:
+        services: Each model by its name. The first has the routes `/` and `/v1/...`, each other
+            one `/models/NAME/` and `/models/NAME/v1/...`.
+        policy: Who may use the service.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(service.follow_folder())
+        following = [asyncio.create_task(each.follow_folder()) for each in services.values()]
         yield
-        following.cancel()
-        await service.close()
+        for task in following:
+            task.cancel()
+        for service in services.values():
+            await service.close()
 
-    app = FastAPI(
-        title="coda-prompt", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    paths = {name: f"/models/{name}/" if number else "/" for number, name in enumerate(services)}
+    app, *others = (
+        _make_model_app(service, name, paths, lifespan) for name, service in services.items()
     )
-    app.state.service, app.state.metrics = service, Metrics(service)
-    add_exception_handlers(app)
-    app.include_router(api)
-    app.include_router(editing.api)
     app.include_router(pages)
     app.mount("/page", StaticFiles(directory=str(PAGE)), name="page")
+    for other in others:
+        app.mount(paths[other.state.name].rstrip("/"), other)
     app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_path)), name="docs")
     generate = app.openapi
     app.openapi = lambda: schemas.add_request_schemas(generate())  # type: ignore[method-assign]
     app.add_middleware(AccessMiddleware, policy=policy or AccessPolicy())
     app.add_middleware(MetricsMiddleware, metrics=app.state.metrics)
     return app
+
+
+def _make_model_app(
+    service: Service, name: str, paths: Mapping[str, str], lifespan: Lifespan[FastAPI]
+) -> FastAPI:
+    """Make the application of one model: its API and its page."""
+    app = FastAPI(
+        title="coda-prompt", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
+    app.state.service, app.state.metrics = service, Metrics(service)
+    app.state.name, app.state.paths = name, paths
+    add_exception_handlers(app)
+    app.include_router(api)
+    app.include_router(editing.api)
+    app.add_api_route("/", _index, response_class=HTMLResponse, include_in_schema=False)
+    return app
+
+
+async def _index() -> HTMLResponse:
+    return HTMLResponse((PAGE / "index.html").read_text("utf-8"))
 
 
 def _get_metrics(request: Request) -> Metrics:
@@ -107,6 +135,18 @@ async def predict(
     return {"version": answers[0].version.name, "predictions": predictions}
 
 
+@api.post("/explain", response_model=schemas.ExplanationAnswer, openapi_extra=schemas.PREDICT_BODY)
+async def explain(
+    images: Annotated[list[tuple[str, bytes]], Depends(read_images)], service: CurrentService
+) -> dict[str, Any]:
+    """Explain the prediction for one image: nearest classes, and the weights of the prompts."""
+    if len(images) != 1:
+        raise RequestError(422, f"Send one image to explain, not {len(images)}.")
+    with service.batcher.admit(1):
+        version, explanation = await asyncio.to_thread(service.explain, images[0][1])
+    return {"version": version.name, **explanation.as_dict()}
+
+
 @api.post(
     "/learn", status_code=202, response_model=schemas.JobState, openapi_extra=schemas.LEARN_BODY
 )
@@ -130,9 +170,22 @@ async def job(job: CurrentJob) -> schemas.JobState:
 )
 async def job_events(job: CurrentJob) -> StreamingResponse:
     """Stream the state of a lesson as server-sent events, one for each change."""
+    return _event_stream(job.states())
 
+
+@api.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "States."}},
+)
+async def events(service: CurrentService) -> StreamingResponse:
+    """Stream the version and the newest lesson as server-sent events, one for each change."""
+    return _event_stream(service.states())
+
+
+def _event_stream(states: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     async def lines() -> AsyncIterator[str]:
-        async for state in job.states():
+        async for state in states:
             yield f"data: {json.dumps(state)}\n\n"
 
     headers = {"Cache-Control": "no-store"}
@@ -146,18 +199,23 @@ async def classes(service: CurrentService) -> dict[str, Any]:
 
 
 @api.get("/model", response_model=schemas.ModelInfo)
-async def model(service: CurrentService) -> dict[str, Any]:
-    """Describe the model."""
-    version = service.current
+async def model(service: CurrentService, request: Request) -> dict[str, Any]:
+    """Describe the model. This also starts the learning process, so that lessons are fast."""
+    service.process.warm_up()
+    version, state = service.current, request.app.state
     return {
         "version": version.name,
         "method": version.classifier.method_name,
         "backbone": version.classifier.backbone_name,
-        "input": input_kind(version.predictor.preprocessing.channels),
+        "input": input_kind(service.preprocessing.channels),
         "tasks": version.classifier.tasks_,
         "can_undo": version.classifier.can_undo,
         "can_redo": version.classifier.can_redo,
         "learning": service.learning,
+        "models": [
+            {"name": name, "path": path, "current": name == state.name}
+            for name, path in state.paths.items()
+        ],
     }
 
 
@@ -169,11 +227,6 @@ async def healthz() -> str:
 @pages.get("/metrics", response_class=PlainTextResponse)
 async def metrics(metrics: CurrentMetrics) -> PlainTextResponse:
     return PlainTextResponse(generate_latest(metrics.registry))
-
-
-@pages.get("/", response_class=HTMLResponse, include_in_schema=False)
-async def index() -> HTMLResponse:
-    return HTMLResponse((PAGE / "index.html").read_text("utf-8"))
 
 
 @pages.get("/docs", response_class=HTMLResponse, include_in_schema=False)

@@ -1,11 +1,12 @@
-"""The learning process of the service.
+"""The learning process of the service: it has torch and the model loaded before a lesson comes.
 
     python -m coda_prompt.serve.learning MODEL PARTS
 
-PARTS is JSON with `backbone` and `method` as in `ContinualClassifier.load`. Standard input: a JSON
-line with `labels` and `sizes`, then the image files' bytes. Standard output: JSON lines with a
-`kind` (`progress`, `learned` or `failed`). The process exits when its parent dies; the model is
-replaced atomically or not at all.
+PARTS is JSON with `backbone` and `method` as in `ContinualClassifier.load`. Standard input, for
+each lesson: a JSON line with `labels` and `sizes`, then the image files' bytes; a lesson without
+images reloads the model if it has changed. Standard output: JSON lines with a `kind` (`progress`,
+`learned`, `failed`, and `idle` when the process waits for the next lesson). The process exits when
+standard input ends or its parent dies; the model is replaced atomically or not at all.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import contextlib
 import dataclasses
 import json
 import os
-import statistics
+import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import torch
 from PIL import Image
 
 from coda_prompt.data.pocket import pocket_source
@@ -32,6 +36,8 @@ from coda_prompt.training.settings import Event
 
 PROGRESS_INTERVAL = 0.2
 """Seconds between two progress lines."""
+TEST_DRAWINGS = 5
+"""Test drawings of each class to measure what a lesson made the model forget."""
 
 
 class ProgressReporter:
@@ -62,9 +68,12 @@ def send_line(kind: str, **fields: Any) -> None:
     print(json.dumps({"kind": kind, **fields}), flush=True)  # noqa: T201
 
 
-def read_examples(stream: IO[bytes]) -> list[Example]:
-    """Read what `encode_examples` wrote."""
-    head = json.loads(stream.readline())
+def read_examples(stream: IO[bytes]) -> list[Example] | None:
+    """Read what `encode_examples` wrote; None at the end of the stream."""
+    line = stream.readline()
+    if not line:
+        return None
+    head = json.loads(line)
     return [
         Example(label, stream.read(size))
         for label, size in zip(head["labels"], head["sizes"], strict=True)
@@ -80,19 +89,17 @@ def encode_examples(examples: list[Example]) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(example.content for example in examples)
 
 
-def pocket_test_images(classifier: ContinualClassifier) -> list[tuple[Any, str]] | None:
-    """Return pocket's test drawings of the known classes, to measure what a lesson forgets."""
-    if classifier.backbone_name != "pocket":
-        return None
+def pocket_test_images(classes: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return test drawings of the classes that pocket has, and their labels."""
     source = pocket_source()
-    known = set(classifier.classes_)
     images: Any = source.test
     pairs = [
-        (images.images[index], source.class_names[label])
-        for index, label in enumerate(images.labels)
-        if source.class_names[label] in known
+        (images.images[index], name)
+        for row, name in enumerate(source.class_names)
+        if name in classes
+        for index in np.flatnonzero(images.labels == row)[:TEST_DRAWINGS]
     ]
-    return pairs or None
+    return [image for image, _ in pairs], [name for _, name in pairs]
 
 
 class ExampleDataset:
@@ -110,35 +117,87 @@ class ExampleDataset:
         return decode_image(example.content, f"image {index + 1} ({example.label})"), example.label
 
 
-def learn(model: Path, examples: list[Example], **parts: Any) -> None:
-    """Learn the examples and replace the model."""
-    dataset = ExampleDataset(examples)
-    with store.exclusive_writer(model):
-        classifier = ContinualClassifier.load(model, verbose=False, **parts)
-        check = pocket_test_images(classifier)
-        learned = classifier.learn(dataset, check=check, on_event=ProgressReporter().on_event)
-        send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
-        classifier.write(model)
-    accuracies = learned.forgotten  # of old classes, before and after
-    summary = None
-    if accuracies:
-        before, after = (statistics.fmean(each) for each in zip(*accuracies.values(), strict=True))
-        summary = {"classes": len(accuracies), "before": before, "after": after}
-    send_line("learned", **{**dataclasses.asdict(learned), "kept": summary, "forgotten": None})
+class Teacher:
+    """Runs lessons on a model folder, with the model in memory from one lesson to the next."""
+
+    def __init__(self, model: Path, parts: dict[str, Any]) -> None:
+        self.model, self.parts = model, parts
+        self._classifier: ContinualClassifier | None = None
+        self._sha256: str | None = None
+        self._accuracies: dict[str, float] = {}
+        """Accuracy of each version on pocket's test drawings, by the hash of the version."""
+
+    def warm_up(self) -> None:
+        """Load the model and run its backbone once. Errors are those of the next lesson."""
+        with contextlib.suppress(CodaError, OSError):
+            classifier = self._current()
+            preprocessing = classifier.network.views.preprocessing
+            side = preprocessing.size
+            with torch.inference_mode():
+                image = torch.zeros(1, preprocessing.channels, side, side)
+                classifier.network.backbone.vit.features(image.to(classifier.network.fabric.device))
+            self._accuracy(classifier, classifier.classes_)
+
+    def teach(self, examples: list[Example]) -> None:
+        """Learn the examples, replace the model, then measure what the lesson made it forget."""
+        started = time.monotonic()
+        try:
+            with store.exclusive_writer(self.model):
+                classifier = self._current()
+                known = list(classifier.classes_)
+                before = self._accuracy(classifier, known)
+                reporter = ProgressReporter()
+                learned = classifier.learn(ExampleDataset(examples), on_event=reporter.on_event)
+                send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
+                classifier.write(self.model)
+                self._sha256 = store.model_sha256(self.model)
+        except (CodaError, OSError) as error:
+            self._classifier = None  # it may have learned what could not be saved
+            reason = str(error) if isinstance(error, CodaError) else f"{error.strerror or error}"
+            send_line("failed", reason=reason)
+            return
+        fields = {**dataclasses.asdict(learned), "forgotten": None, "kept": None}
+        fields["seconds"] = time.monotonic() - started
+        send_line("learned", **fields)
+        if before is not None:
+            after = self._accuracy(classifier, known)
+            fields["kept"] = {"classes": len(known), "before": before, "after": after}
+            send_line("learned", **fields)
+
+    def _current(self) -> ContinualClassifier:
+        """Return the model in the folder, read again if it is another one than the last."""
+        sha256, classifier = store.model_sha256(self.model), self._classifier
+        if classifier is None or sha256 != self._sha256:
+            parts = self.parts
+            if classifier is not None:
+                parts = {**parts, "backbone": classifier.network.backbone}
+            self._classifier = classifier = ContinualClassifier.load(
+                self.model, verbose=False, **parts
+            )
+            self._sha256 = sha256
+        return classifier
+
+    def _accuracy(self, classifier: ContinualClassifier, classes: Sequence[str]) -> float | None:
+        """Measure the accuracy on pocket's test drawings; None if they are of no use."""
+        pocket = classifier.backbone_name == "pocket"
+        images, labels = pocket_test_images(classes if pocket else [])
+        key = f"{self._sha256} {len(labels)}"
+        if labels and key not in self._accuracies:
+            self._accuracies[key] = classifier.score(images, labels)
+        return self._accuracies.get(key)
 
 
 def main() -> None:
     exit_with_parent(os.getppid(), 3)
-    try:
-        model, parts = Path(sys.argv[1]), json.loads(sys.argv[2])
-        learn(model, read_examples(sys.stdin.buffer), **parts)
-    except CodaError as error:
-        send_line("failed", reason=str(error))
-        sys.exit(2)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            send_line("failed", reason=f"{error.strerror or error}")
-        sys.exit(2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the service, which decides
+    teacher = Teacher(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    teacher.warm_up()
+    send_line("idle")
+    while (examples := read_examples(sys.stdin.buffer)) is not None:
+        if examples:
+            teacher.teach(examples)
+        teacher.warm_up()
+        send_line("idle")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,11 @@ class JobState(BaseModel):
 
     id: str
     state: str = Field(default="running", description="`running`, `done` or `failed`.")
-    stage: str = "starting"
+    stage: str = Field(
+        default="starting",
+        description="`starting`, `looking`, `learning`, `saving`, then with the state `done`: "
+        "`checking` while it is measured what the lesson made the model forget, `done`.",
+    )
     share: float = Field(default=0.0, description="Progress of the stage, from 0 to 1.")
     seconds_left: float | None = None
     images: int
@@ -63,6 +67,39 @@ class JobState(BaseModel):
         default=None, description="Results of a finished lesson."
     )
     version: str | None = Field(default=None, description="The model version after the lesson.")
+
+
+class ServiceState(BaseModel):
+    version: str
+    learning: bool = Field(description="Whether a lesson is running.")
+    job: JobState | None = Field(description="The newest lesson since the service started.")
+
+
+class Neighbour(BaseModel):
+    label: str
+    distance: float | None = Field(
+        description="Cosine distance to the class; null if the method has no such measure."
+    )
+    probability: float
+
+
+class PromptWeights(BaseModel):
+    block: int = Field(description="Block of the ViT, counted from 0.")
+    weights: list[float] = Field(description="How much each prompt contributes.")
+
+
+class ExplanationAnswer(BaseModel):
+    version: str = Field(description="The model version that is explained.")
+    nearest: list[Neighbour] = Field(description="Nearest classes, the nearest first.")
+    prompts: list[PromptWeights] = Field(
+        description="Weights of the prompts for this image; empty for methods without prompts."
+    )
+
+
+class ModelLink(BaseModel):
+    name: str
+    path: str = Field(description="Where its page is; its routes are below.")
+    current: bool = Field(description="Whether it is the model of this route.")
 
 
 class Classes(BaseModel):
@@ -79,6 +116,7 @@ class ModelInfo(BaseModel):
     can_undo: bool
     can_redo: bool
     learning: bool
+    models: list[ModelLink] = Field(description="All models of this service.")
 
 
 class Problem(BaseModel):

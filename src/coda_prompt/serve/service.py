@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -21,19 +19,23 @@ from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.editing import edited
+from coda_prompt.learner.explanation import Explanation, explain
 from coda_prompt.learner.predictor import Predictor
-from coda_prompt.serve import learning
+from coda_prompt.model.catalog import LoadedBackbone
+from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.serve.batching import Batcher
-from coda_prompt.serve.schemas import JobState
+from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
+from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
-MAX_REASON_LENGTH = 400
 FOLLOW_SECONDS = 1.0
 """Time between two looks at the model folder for versions of other processes."""
 
 Result = TypeVar("Result")
+HEARTBEAT = 10.0
+"""Seconds after which the stream of states repeats the last one, to show that it is alive."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Version:
 
     @cached_property
     def predictor(self) -> Predictor:
+        if not self.classes:
+            raise RequestError(409, "The model has not learned any class yet.")
         return self.classifier.predictor
 
 
@@ -57,29 +61,45 @@ class Answer:
     probabilities: Tensor
 
 
+class Changes:
+    """Wakes everyone who waits for a change."""
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()
+        """Set at the next change; read it before the state it belongs to."""
+
+    def notify(self) -> None:
+        self.next.set()
+        self.next = asyncio.Event()
+
+
 class Job(JobState):
     """State of a lesson, from the request to the new version."""
 
     _started: float = PrivateAttr(default_factory=time.time)
-    _changed: asyncio.Event = PrivateAttr(default_factory=asyncio.Event)
+    _changes: Changes = PrivateAttr(default_factory=Changes)
 
     @property
     def seconds(self) -> float:
         """Time since the request."""
         return time.time() - self._started
 
+    @property
+    def ended(self) -> bool:
+        """Whether the state will not change any more."""
+        return self.state == "failed" or self.stage == "done"
+
     def update(self, **fields: Any) -> None:
         for name, value in fields.items():
             setattr(self, name, value)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.notify()
 
     async def states(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the current state and every later one, until the lesson has ended."""
         while True:
-            changed = self._changed
+            changed = self._changes.next
             yield self.model_dump()
-            if self.state != "running":
+            if self.ended:
                 return
             await changed.wait()
 
@@ -88,15 +108,30 @@ class Service:
     """Predicts with the current version; runs one lesson at a time in a process of its own.
 
     When a lesson is saved, predictions switch to the new version atomically.
+
+    Args:
+        folder: The model folder.
+        batching: Whether concurrent requests share forward passes.
+        device: `auto`, `cpu`, `cuda` or `mps`.
+        backbone: As in `ContinualClassifier.load`.
+        method: As in `ContinualClassifier.load`.
     """
 
     def __init__(
-        self, folder: Path, *, batching: bool, device: str, backbone: str | None, method: str | None
+        self,
+        folder: Path,
+        *,
+        batching: bool,
+        device: str,
+        backbone: str | None = None,
+        method: str | None = None,
     ) -> None:
-        """`backbone` and `method`: as in `ContinualClassifier.load`."""
         self.folder, self.device = folder, device
         self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
-        self.current = self._read()
+        self.current = self._read(None)
+        self.process = LearningProcess(folder, self.parts)
+        self.changes = Changes()
+        self.closing = False
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
         self._write_lock = asyncio.Lock()
@@ -106,6 +141,17 @@ class Service:
         self.passes = 0
 
     # -- predicting
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """The pixels the backbone expects."""
+        return self.current.classifier.network.views.preprocessing
+
+    def explain(self, content: bytes) -> tuple[Version, Explanation]:
+        """Return how the answer for an image file comes about, and the version that answers."""
+        version = self.current
+        image = decode_image(content, "the image", version.predictor.min_side)
+        return version, explain(version.classifier.network, image)
 
     def preprocess(self, content: bytes, name: str) -> Tensor:
         """Decode an image file and return it as the backbone expects it."""
@@ -128,6 +174,7 @@ class Service:
         self.jobs[job.id] = job
         for old in list(self.jobs)[:-MAX_JOBS]:
             del self.jobs[old]
+        self.changes.notify()
         lesson = asyncio.create_task(self._run_lesson(job, examples))
         self._lessons.add(lesson)
         lesson.add_done_callback(self._lessons.discard)
@@ -175,91 +222,106 @@ class Service:
             with contextlib.suppress(CodaError, OSError):
                 async with self._write_lock:
                     if not await asyncio.to_thread(self._is_current):
-                        self.current = await asyncio.to_thread(self._read)
+                        await self._switch()
 
     async def _change(self, change: Callable[[], Result]) -> Result:
         self._refuse_while_learning()
         async with self._write_lock:
             result = await asyncio.to_thread(change)
-            self.current = await asyncio.to_thread(self._read)
+            await self._switch()
+        self.process.refresh()
         return result
+
+    @property
+    def state(self) -> ServiceState:
+        """The version, and the newest lesson since the service started."""
+        newest = next(reversed(self.jobs.values()), None)
+        return ServiceState(version=self.current.name, learning=self.learning, job=newest)
+
+    async def states(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the state at every change and every few seconds, until the service closes."""
+        while not self.closing:
+            changed = self.changes.next
+            yield self.state.model_dump()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), HEARTBEAT)
+
+    def end_streams(self) -> None:
+        """End the streams of states, which would delay a shutdown."""
+        self.closing = True
+        self.changes.notify()
 
     async def close(self) -> None:
         """Answer pending predictions; cancel a running lesson, which leaves the model unchanged."""
+        self.end_streams()
         await self.batcher.close()
         for lesson in list(self._lessons):
             lesson.cancel()
         await asyncio.gather(*self._lessons, return_exceptions=True)
+        await self.process.close()
 
     async def _run_lesson(self, job: Job, examples: list[Example]) -> None:
         try:
             async with self._write_lock:
                 await self._learn(job, examples)
         except asyncio.CancelledError:
-            job.update(state="failed", reason="The service was stopped.")
+            if not job.ended:
+                self._update(job, state="failed", reason="The service was stopped.")
             raise
         except CodaError as error:
-            job.update(state="failed", reason=str(error))
+            self._update(job, state="failed", reason=str(error))
         except Exception as error:  # noqa: BLE001 (shown in the state of the job)
-            job.update(state="failed", reason=f"{type(error).__name__}: {error}")
+            self._update(job, state="failed", reason=f"{type(error).__name__}: {error}")
 
     async def _learn(self, job: Job, examples: list[Example]) -> None:
-        learned, reason = await self._run_process(job, examples)
-        if reason is not None and await asyncio.to_thread(self._is_current):
-            job.update(state="failed", reason=reason)
-            return
-        self.current = await asyncio.to_thread(self._read)
-        if learned is None:  # the process died after it had saved the new version
+        """Run a lesson; the new version answers as soon as it is saved."""
+        try:
+            async for message in self.process.teach(examples):
+                kind = message.pop("kind")
+                if kind == "failed":
+                    self._update(job, state="failed", reason=message["reason"])
+                elif kind == "progress":
+                    self._update(job, **message)
+                elif job.state == "running":
+                    await self._finish(job, message)
+                else:  # what the lesson made the model forget was measured
+                    self._update(job, learned=message)
+        except LearningProcessDied:
+            if job.state == "running":
+                if await asyncio.to_thread(self._is_current):
+                    raise
+                await self._finish(job, None)  # it died after it had saved the new version
+        if job.state == "done":
+            self._update(job, stage="done")
+
+    async def _finish(self, job: Job, learned: dict[str, Any] | None) -> None:
+        """Switch to the version a lesson has saved."""
+        await self._switch()
+        if learned is None:
             learned = {**self.current.classifier.tasks_[-1], "seconds": job.seconds}
-        job.update(
-            state="done", stage="done", share=1.0, seconds_left=0.0,
+        self._update(
+            job, state="done", stage="checking", share=1.0, seconds_left=0.0,
             learned=learned, version=self.current.name,
         )  # fmt: skip
 
-    async def _run_process(
-        self, job: Job, examples: list[Example]
-    ) -> tuple[dict[str, Any] | None, str | None]:
-        """Run the learning process; return its results and the reason if it failed."""
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", learning.__name__, str(self.folder), json.dumps(self.parts),
-            stdin=pipe, stdout=pipe, stderr=pipe, limit=2**24,
-        )  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stderr = asyncio.create_task(process.stderr.read())
-        learned: dict[str, Any] | None = None
-        reason: str | None = None
-        try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(learning.encode_examples(examples))
-                await process.stdin.drain()
-                process.stdin.close()
-            async for line in process.stdout:
-                message: dict[str, Any] = json.loads(line)
-                kind = message.pop("kind", None)
-                if kind == "progress":
-                    job.update(**message)
-                elif kind == "learned":
-                    learned = message
-                elif kind == "failed":
-                    reason = message["reason"]
-            code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        lines = (await stderr).decode("utf-8", "replace").strip().splitlines()
-        if (code != 0 or learned is None) and reason is None:
-            last = lines[-1][:MAX_REASON_LENGTH] if lines else f"exit code {code}"
-            reason = f"The learning process died ({last})."
-        return learned, reason
+    def _update(self, job: Job, **fields: Any) -> None:
+        job.update(**fields)
+        self.changes.notify()
 
     # -- model folder
 
-    def _read(self) -> Version:
-        classifier = ContinualClassifier.load(self.folder, device=self.device, **self.parts)
+    async def _switch(self) -> None:
+        """Predict with the version in the folder from now on."""
+        backbone = self.current.classifier.network.backbone
+        self.current = await asyncio.to_thread(self._read, backbone)
+        self.changes.notify()
+
+    def _read(self, backbone: LoadedBackbone | None) -> Version:
+        """Read the version in the folder, onto a backbone that is loaded already."""
+        parts = self.parts if backbone is None else {**self.parts, "backbone": backbone}
+        classifier = ContinualClassifier.load(
+            self.folder, device=self.device, verbose=False, **parts
+        )
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))

@@ -1,0 +1,76 @@
+// The camera: start and stop it, take single frames and bursts.
+
+import { element } from "./dom.js";
+
+const FRAME_SIZE = 320; // pixels of a square frame
+const BURST_INTERVAL = 120; // ms between two frames of a burst
+
+const video = element("camera");
+let stream = null;
+let facing = "environment";
+
+export const isOn = () => stream !== null;
+
+export async function start() {
+  if (!navigator.mediaDevices?.getUserMedia) {
+    throw new Error("The camera needs a page on localhost or HTTPS. Use “Classify a file” or “Add files”.");
+  }
+  try {
+    stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: facing }, audio: false });
+  } catch (error) {
+    throw new Error(`The camera cannot be used (${error.message || error.name}).`);
+  }
+  stream.getVideoTracks()[0].addEventListener("ended", stop);
+  video.srcObject = stream;
+  await video.play();
+  video.hidden = false;
+  video.classList.toggle("mirrored", stream.getVideoTracks()[0].getSettings().facingMode !== "environment");
+  const devices = await navigator.mediaDevices.enumerateDevices();
+  const cameras = devices.filter(({ kind }) => kind === "videoinput").length;
+  document.dispatchEvent(new CustomEvent("camera", { detail: { cameras } }));
+}
+
+export function stop() {
+  for (const track of stream?.getTracks() ?? []) track.stop();
+  stream = null;
+  video.srcObject = null;
+  video.hidden = true;
+  document.dispatchEvent(new CustomEvent("camera", { detail: { cameras: 0 } }));
+}
+
+export async function useOther() {
+  facing = facing === "environment" ? "user" : "environment";
+  stop();
+  await start();
+}
+
+// The square in the middle of the picture, which is what the page shows.
+export function frame() {
+  const side = Math.min(video.videoWidth, video.videoHeight);
+  const square = new OffscreenCanvas(FRAME_SIZE, FRAME_SIZE);
+  const [x, y] = [(video.videoWidth - side) / 2, (video.videoHeight - side) / 2];
+  square.getContext("2d").drawImage(video, x, y, side, side, 0, 0, FRAME_SIZE, FRAME_SIZE);
+  return square.convertToBlob({ type: "image/jpeg", quality: 0.92 });
+}
+
+// Calls `onFrame` with one frame after the other while the button is held, by pointer or keyboard.
+export function recordWhileHeld(button, onFrame, canRecord) {
+  let held = false;
+  const press = async () => {
+    if (held || !canRecord()) return;
+    held = true;
+    button.classList.add("recording");
+    while (held && isOn()) {
+      onFrame(await frame());
+      await new Promise((resolve) => setTimeout(resolve, BURST_INTERVAL));
+    }
+    release();
+  };
+  const release = () => { held = false; button.classList.remove("recording"); };
+  const isKey = (event) => event.key === " " || event.key === "Enter";
+  button.addEventListener("pointerdown", (event) => { button.setPointerCapture(event.pointerId); press(); });
+  button.addEventListener("keydown", (event) => { if (isKey(event)) { event.preventDefault(); if (!event.repeat) press(); } });
+  button.addEventListener("keyup", (event) => { if (isKey(event)) release(); });
+  button.addEventListener("contextmenu", (event) => event.preventDefault());
+  for (const kind of ["pointerup", "pointercancel", "blur"]) button.addEventListener(kind, release);
+}

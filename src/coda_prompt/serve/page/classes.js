@@ -1,0 +1,69 @@
+// The learned classes: rename, merge and forget them; undo and redo.
+
+import { json } from "./api.js";
+import { element, make, showErrors } from "./dom.js";
+
+let newClasses = new Set(); // of the last lesson
+let names = [];
+let edited = null; // the class in the editor
+let onEdited = async () => {};
+
+export const setNew = (added) => { newClasses = new Set(added); };
+
+export function show(model, classes) {
+  names = classes;
+  element("count").textContent = `(${classes.length})`;
+  element("undo").disabled = !model.can_undo;
+  element("redo").disabled = !model.can_redo;
+  const first = (name) => (newClasses.has(name) ? 0 : 1);
+  const sorted = [...classes].sort((a, b) => first(a) - first(b));
+  element("classes").replaceChildren(...sorted.map((name) => {
+    const isNew = newClasses.has(name);
+    const button = make("button", { type: "button", textContent: isNew ? `${name} · new` : name, title: "Edit this class" });
+    button.onclick = () => edit(name);
+    return make("li", { className: isNew ? "new-class" : "" }, button);
+  }));
+  if (!classes.includes(edited)) edit(null);
+}
+
+function edit(name) {
+  edited = name;
+  element("class-editor").hidden = !name;
+  if (!name) return;
+  element("edited-class").textContent = name;
+  element("new-name").value = name;
+  const others = names.filter((other) => other !== name);
+  element("merge-into").replaceChildren(...others.map((other) => make("option", { textContent: other })));
+  element("new-name").focus();
+}
+
+// Sends an edit; every page then shows the new version.
+async function send(path, body, report) {
+  const headers = { "Content-Type": "application/json" };
+  await json(path, { method: "POST", headers, body: body && JSON.stringify(body) });
+  newClasses = new Set();
+  edit(null);
+  element("report").textContent = report;
+  await onEdited();
+}
+
+// `called` is awaited after every edit.
+export function start(called) {
+  onEdited = called;
+  element("undo").onclick = showErrors(() => send("undo", null, "The last change was undone."));
+  element("redo").onclick = showErrors(() => send("redo", null, "The change was made again."));
+  element("class-editor").onsubmit = showErrors((event) => {
+    event.preventDefault();
+    const [old, renamed] = [edited, element("new-name").value.trim()];
+    return send("rename", { old, new: renamed }, `${old} is now ${renamed}.`);
+  });
+  element("merge").onclick = showErrors(() => {
+    const [name, into] = [edited, element("merge-into").value];
+    return send("merge-classes", { classes: [name, into], into }, `${name} was merged into ${into}.`);
+  });
+  element("forget").onclick = showErrors(async () => {
+    const name = edited;
+    if (!confirm(`Forget ${name}? This cannot be undone.`)) return;
+    await send("forget", { name, confirm: true }, `${name} was forgotten.`);
+  });
+}

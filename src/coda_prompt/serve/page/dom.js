@@ -1,0 +1,42 @@
+// Helpers for the document: elements, errors and announcements.
+
+export const element = (id) => document.getElementById(id);
+
+export function make(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+export const percent = (share) => `${(100 * share).toFixed(0)} %`;
+export const forDrawings = () => document.body.dataset.input === "drawing";
+
+// An error stays visible until the action that caused it succeeds, or another action fails.
+let failedAction = null;
+
+export function showError(error, action) {
+  if (!error && failedAction !== action) return;
+  failedAction = error ? action : null;
+  const box = element("error");
+  box.textContent = error ? error.message : "";
+  box.hidden = !error;
+}
+
+// Wraps an action of the user: its error is shown, and its success removes any older error.
+export const showErrors = (action) => async (...args) => {
+  try {
+    await action(...args);
+    showError(null, failedAction);
+  } catch (error) {
+    showError(error, action);
+  }
+};
+
+// For screen readers; of texts that follow each other quickly only the last is read.
+let announcement = null;
+let announced = "";
+export function announce(text, delay = 1000) {
+  clearTimeout(announcement);
+  if (text === announced) return;
+  announcement = setTimeout(() => { announced = text; element("spoken").textContent = text; }, delay);
+}

@@ -1,0 +1,37 @@
+"""The HTTP server: uvicorn, with a prompt shutdown."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import uvicorn
+
+from coda_prompt.serve.access import AccessPolicy
+from coda_prompt.serve.app import make_app
+from coda_prompt.serve.service import Service
+
+MAX_CONNECTIONS = 500
+"""Further connections get status 503."""
+SHUTDOWN_SECONDS = 30
+
+
+class Server(uvicorn.Server):
+    """Serves models; ends the open streams of states as soon as a shutdown is requested."""
+
+    def __init__(self, services: Mapping[str, Service], policy: AccessPolicy) -> None:
+        self._services = services
+        super().__init__(
+            uvicorn.Config(
+                make_app(services, policy),
+                log_level="warning",
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                limit_concurrency=MAX_CONNECTIONS,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish accepted requests, then stop."""
+        for service in self._services.values():
+            service.end_streams()
+        await super().shutdown(sockets)
