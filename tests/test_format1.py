@@ -90,7 +90,7 @@ def test_a_model_loads_and_learns_a_third_lesson(name: str, tmp_path: Path) -> N
     classifier.save(folder)
     assert_holds(folder / "model.safetensors", tensors_of(f"models/{name}"))
     saved = ContinualClassifier.load(folder, device="cpu")
-    assert_as_recorded(saved, versions[2], f"models/{name}/version-3", 1e-5)
+    assert_as_recorded(saved, versions[2], f"models/{name}/version-3", 5 * SAME)
     saved.undo()
     assert_as_recorded(saved, versions[1], f"models/{name}/version-2", SAME)
 
@@ -145,7 +145,7 @@ def test_an_interrupted_lesson_resumes(name: str, tmp_path: Path) -> None:
     classifier.learn(*data, progress=folder / ".progress", on_event=on_event)
     assert len(steps) == recorded["steps left"]
     assert steps[0] == (recorded["epoch"], recorded["step"])
-    assert_as_recorded(classifier, recorded, f"interrupted/{name}", 1e-5)
+    assert_as_recorded(classifier, recorded, f"interrupted/{name}", 5 * SAME)
     classifier.save(folder)
     assert not (folder / ".progress").exists()
     assert_holds(folder / "model.safetensors", tensors_of(f"interrupted/{name}"))
@@ -158,7 +158,7 @@ def test_coda_learn_resumes_an_interrupted_lesson(tmp_path: Path) -> None:
     assert "another training" not in done.stderr
     classifier = ContinualClassifier.load(folder, device="cpu")
     recorded = EXPECTED["interrupted"]["coda-p-folder"]
-    assert_as_recorded(classifier, recorded, "interrupted/coda-p-folder", 1e-5)
+    assert_as_recorded(classifier, recorded, "interrupted/coda-p-folder", 5 * SAME)
 
 
 # -- runs

@@ -404,7 +404,7 @@ def test_keyboard_navigation(page: Any) -> None:
     page.keyboard.press("Enter")
     assert "Draw an example first" in page.locator("#error").inner_text()
     reached = set()
-    for _ in range(30):
+    for _ in range(150):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id"))
     assert {"canvas", "undo-stroke", "clear", "predict-file", "name", "add", "add-files"} <= reached

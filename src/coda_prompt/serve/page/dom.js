@@ -13,9 +13,11 @@ export const forDrawings = () => document.body.dataset.input === "drawing";
 
 // An error stays visible until the action that caused it succeeds, or another action fails.
 let failedAction = null;
+let failures = 0;
 
 export function showError(error, action) {
   if (!error && failedAction !== action) return;
+  if (error) failures++;
   failedAction = error ? action : null;
   const box = element("error");
   box.textContent = error ? error.message : "";
@@ -24,9 +26,10 @@ export function showError(error, action) {
 
 // Wraps an action of the user: its error is shown, and its success removes any older error.
 export const showErrors = (action) => async (...args) => {
+  const earlier = failures;
   try {
     await action(...args);
-    showError(null, failedAction);
+    if (failures === earlier) showError(null, failedAction); // a step of it may show its own error
   } catch (error) {
     showError(error, action);
   }
