@@ -212,6 +212,14 @@ def test_view_of_how_an_answer_came_about(page: Any) -> None:
     screenshot(page, "explanation")
 
 
+def wait_until_settled(page: Any) -> None:
+    """Wait until the answer for the finished drawing has replaced those for its parts."""
+    earlier, shown = "", page.locator("#best-guess").inner_text()
+    while shown != earlier:
+        page.wait_for_timeout(1000)
+        earlier, shown = shown, page.locator("#best-guess").inner_text()
+
+
 def test_unknown_image_opens_a_lesson(page: Any) -> None:
     def as_unknown(route: Any) -> None:
         answer = route.fetch().json()
@@ -221,6 +229,8 @@ def test_unknown_image_opens_a_lesson(page: Any) -> None:
     page.route("**/v1/predict*", as_unknown)
     draw(page, ring(random.Random(0)))
     page.wait_for_selector("#unknown:not([hidden])")
+    wait_until_settled(page)
+    page.unroute_all(behavior="wait")
     guess = predictions(page)[0]
     assert "I have not seen this before. Teach me?" in page.locator("#unknown").inner_text()
     assert guess in page.locator("#best-guess").inner_text()
