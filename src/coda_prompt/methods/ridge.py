@@ -47,8 +47,6 @@ DEFAULT_RIDGE = 1e-5
 """Ridge as a fraction of the Gram matrix's trace until it can be selected; works well on pocket."""
 RELATIVE_RIDGE = 0.05
 """Share of an image's squared length in `ridge="relative"`; docs/lab/few-images.md measures it."""
-COMPENSATION = 1.0
-"""Power of the compensation for few images; docs/lab/few-images.md measures it."""
 MAX_OWN_SCORE, MIN_SIGNAL = 0.999, 0.05
 """Bounds of the score of a class's own mean, and of the share of it that is not noise."""
 MAX_WIDTH = 20_000
@@ -195,7 +193,7 @@ class RandomRidge(RandomFeatures):
         fitted = own / (1 - own)
         noise = max(0.0, spread) / counts.clamp(min=1)
         expected = (fitted - noise).maximum(MIN_SIGNAL * fitted)
-        return ((1 + fitted) / (1 + expected)) ** COMPENSATION
+        return (1 + fitted) / (1 + expected)
 
     def drop_classes(self, rows: Sequence[int]) -> None:
         if self.factors is not None:
