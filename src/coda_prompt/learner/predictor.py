@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.data.resolve import as_image
 from coda_prompt.data.sources import Split
-from coda_prompt.errors import BadImage, BadImages, Interrupted
+from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted
+from coda_prompt.learner.unknown import UnknownDetector, UnknownRule, UnknownScorer
 from coda_prompt.methods import Method
+from coda_prompt.model.vit import Images
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.settings import Event
 
@@ -39,19 +42,23 @@ class Prediction:
     """The classification of one image.
 
     Printed as JSON, here and over HTTP: `{"label": null, "unknown": true, "best": "cat",
-    "probability": 0.31, "top": [{"label": "cat", "probability": 0.31}, ...]}`.
+    "probability": 0.31, "typicality": 0.02, "top": [{"label": "cat", "probability": 0.31}, ...]}`.
     """
 
     label: str | None
-    """The most likely class; None if its probability is below the threshold for unknown."""
+    """The most likely class; None if the image is unknown."""
     unknown: bool
-    """Whether the probability of `best` is below the threshold."""
+    """Whether the image is rejected: as not typical of the learned classes (`auto`), or because the
+    probability of `best` is below a threshold."""
     best: str
     """The most likely class, unknown or not."""
     probability: float
     """Of `best`."""
     top: tuple[Candidate, ...]
     """The most likely classes, in descending order of probability."""
+    typicality: float | None = None
+    """Share of images of the learned classes that look no more typical of them than this image;
+    None unless unknown images are asked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction as plain JSON types."""
@@ -77,6 +84,8 @@ class Predictor:
     fabric: Fabric
     """Device and precision. With several processes, all of them must make the same calls: each
     computes its share of a batch, and all receive every result."""
+    detector: UnknownDetector | None = None
+    """Statistics to recognise unknown images; None in models of earlier versions."""
 
     @property
     def min_side(self) -> int:
@@ -87,8 +96,60 @@ class Predictor:
         """Return an image as the backbone expects it, C x H x W."""
         return eval_view(image, self.preprocessing, self.resize)
 
+    @cached_property
+    def scorer(self) -> UnknownScorer:
+        """Computes how typical images are of the learned classes.
+
+        Raises:
+            BadOption: The model was made by an earlier version.
+        """
+        if self.detector is None:
+            problem = (
+                "this model was made by an earlier version, which stored no statistics for it; "
+                "learn its classes again in a new model, or use --unknown-below"
+            )
+            raise BadOption("the model", "unknown", problem)
+        return self.detector.scorer()
+
+    def check(self, rule: UnknownRule) -> None:
+        """Check that this model can apply a rule.
+
+        Raises:
+            BadOption: It was made by an earlier version, or of too few images.
+        """
+        if rule.rate is not None:
+            assert self.scorer is not None
+            assert self.detector is not None
+            self.detector.check_rate(rule.rate)
+
     def logits(self, images: Sequence[Tensor]) -> Tensor:
         """Return the logits of preprocessed images, B x classes in float64 on the CPU."""
+        return self._run(self.method.logits, images)
+
+    def logits_and_features(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the logits of preprocessed images and the features of the plain backbone.
+
+        Returns:
+            B x classes and B x D, in float64 on the CPU.
+        """
+        table = self._run(self._side_by_side, images)
+        logits, features = table.tensor_split([self.method.classes_seen], dim=1)
+        return logits, features
+
+    def _side_by_side(self, batch: Tensor) -> Tensor:
+        """Compute logits and features in one table; the query of a prompt method is a feature."""
+        method, images = self.method, batch
+        opened: Images = images
+        if method.first_block is not None:
+            opened = method.backbone.open(images, method.first_block)
+        features = method.backbone.features(opened)
+        queries = features if method.plain_queries else None
+        if method.needs_queries and queries is None:
+            queries = method.queries(opened)
+        return torch.cat([method.logits(opened, queries), features], dim=1)
+
+    def _run(self, compute: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> Tensor:
+        """Compute one row per preprocessed image, in float64 on the CPU."""
         fabric, method = self.fabric, self.method
         own = slice(fabric.global_rank, None, fabric.world_size)
         # A process without a share joins in with an empty batch: sharded weights need everyone.
@@ -97,14 +158,27 @@ class Predictor:
         batch = torch.stack(list(images[own])) if images[own] else empty
         dtype = next(method.backbone.parameters()).dtype
         with torch.inference_mode(), fabric.autocast():
-            logits = method.logits(batch.to(fabric.device, dtype))
+            rows = compute(batch.to(fabric.device, dtype))
         if fabric.world_size > 1:
-            table = logits.new_zeros(len(images), logits.shape[1])
-            table[own] = logits
+            table = rows.new_zeros(len(images), rows.shape[1])
+            table[own] = rows
             reduced = fabric.all_reduce(table, reduce_op="sum")
             assert isinstance(reduced, Tensor)
-            logits = reduced
-        return logits.double().cpu()
+            rows = reduced
+        return rows.double().cpu()
+
+    def answers(
+        self, images: Sequence[Tensor], *, typicality: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the probabilities of preprocessed images, and how typical they are if asked for.
+
+        Returns:
+            B x classes, and B or None, in float64 on the CPU.
+        """
+        if not typicality:
+            return self.probabilities(images), None
+        logits, features = self.logits_and_features(images)
+        return self.calibrated(logits), self.scorer(features)
 
     def probabilities(self, images: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of preprocessed images, B x classes in float64 on the CPU."""
@@ -114,13 +188,16 @@ class Predictor:
         """Return the probabilities for logits, B x classes."""
         return torch.softmax(logits / self.temperature, dim=1)
 
-    def rank(self, probabilities: Tensor, top: int, unknown_below: float) -> Prediction:
+    def rank(
+        self, probabilities: Tensor, typicality: float | None, top: int, rule: UnknownRule
+    ) -> Prediction:
         """Apply top-k and the unknown rule to one image's probabilities.
 
         Args:
             probabilities: One value for each class.
+            typicality: How typical the image is; needed if the rule has a rate.
             top: Number of classes to name.
-            unknown_below: The image is unknown if its most likely class is less likely than this.
+            rule: When the image is unknown.
         """
         values, rows = probabilities.topk(min(max(1, top), len(self.classes)))
         candidates = tuple(
@@ -128,9 +205,10 @@ class Predictor:
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
         )
         best = candidates[0]
-        unknown = best.probability < unknown_below
+        unknown = rule.rejects(best.probability, typicality)
         label = None if unknown else best.label
-        return Prediction(label, unknown, best.label, best.probability, candidates)
+        shown = None if rule.rate is None else typicality
+        return Prediction(label, unknown, best.label, best.probability, candidates, shown)
 
     def split_logits(
         self,
@@ -153,13 +231,13 @@ class Predictor:
             Interrupted: `stop` became true.
         """
         table = torch.zeros(len(indices), self.method.classes_seen, dtype=torch.float64)
-        for positions, logits in self._batches(
+        for positions, views in self._batches(
             lambda position: split.image(int(indices[position]), self.min_side),
             len(indices),
             None,
             on_event,
         ):
-            table[positions] = logits
+            table[positions] = self.logits(views)
             if stop():
                 raise Interrupted
         return table
@@ -169,7 +247,7 @@ class Predictor:
         images: list[Any] | NDArray[Any],
         *,
         top: int = 5,
-        unknown_below: float = 0.0,
+        rule: UnknownRule = UnknownRule(),  # noqa: B008 (it cannot change)
         on_bad: Callable[[BadImage], None] | None = None,
         on_event: OnEvent | None = None,
     ) -> Iterator[tuple[int, Prediction]]:
@@ -178,7 +256,7 @@ class Predictor:
         Args:
             images: Paths, PIL images, arrays or tensors.
             top: Number of classes to name.
-            unknown_below: An image is unknown if its most likely class is less likely than this.
+            rule: When an image is unknown.
             on_bad: Called with each image that cannot be read, which is then skipped.
             on_event: Called with the progress after each batch.
 
@@ -187,12 +265,17 @@ class Predictor:
 
         Raises:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
+            BadOption: The model cannot apply the rule.
         """
-        for indices, logits in self._batches(
+        self.check(rule)
+        asked = rule.rate is not None
+        for indices, views in self._batches(
             lambda index: as_image(images[index], self.min_side), len(images), on_bad, on_event
         ):
-            for index, row in zip(indices, self.calibrated(logits), strict=True):
-                yield index, self.rank(row, top, unknown_below)
+            probabilities, typicality = self.answers(views, typicality=asked)
+            shares = [None] * len(views) if typicality is None else typicality.tolist()
+            for index, row, share in zip(indices, probabilities, shares, strict=True):
+                yield index, self.rank(row, share, top, rule)
 
     def _batches(
         self,
@@ -200,8 +283,8 @@ class Predictor:
         count: int,
         on_bad: Callable[[BadImage], None] | None,
         on_event: OnEvent | None,
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones."""
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Read images 0 to `count`; yield the indices and views of a batch of readable ones."""
         for start in range(0, count, BATCH_SIZE):
             end = min(start + BATCH_SIZE, count)
             views, readable, bad = [], [], []
@@ -216,6 +299,6 @@ class Predictor:
                     raise BadImages(bad)
                 on_bad(unreadable)
             if readable:
-                yield readable, self.logits(views)
+                yield readable, views
             if on_event is not None:
                 on_event(Event("pass", 0, 0, step=end, steps=count))

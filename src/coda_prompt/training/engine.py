@@ -7,7 +7,7 @@ its share, and losses and gradients are reduced so that a step equals that of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,6 +133,7 @@ class Engine(Passes):
         past: Sequence[Task] = (),
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
+        observe: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[float]:
         """Learn one task.
 
@@ -143,6 +144,8 @@ class Engine(Passes):
             past: Earlier tasks, for methods that train on their images again.
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
+            observe: Called with the features of the plain backbone and the labels of all training
+                images.
 
         Returns:
             The mean loss of each epoch of all stages.
@@ -187,6 +190,10 @@ class Engine(Passes):
                 if method.fits:
                     features, queries = self._features_and_queries(method, task.train)
                     method.fit(features, queries, labels.to(features.device))
+                if observe is not None:
+                    if not method.closed_form:  # the features of a closed form are the plain ones
+                        features = self._plain_features(method, task.train)
+                    observe(features, labels)
                 method.end_task()
         finally:
             self.queries.tables.pop(task.train, None)

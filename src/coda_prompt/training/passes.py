@@ -121,6 +121,9 @@ class Passes:
         features, queries = table.split(method.vit_config.width, dim=1)
         return features.contiguous(), queries.contiguous()
 
+    def _plain_features(self, method: Method, samples: Samples) -> Tensor:
+        return self._table(samples, lambda images, queries: method.backbone.features(images))
+
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda images, queries: method.queries(images))
 
