@@ -213,7 +213,6 @@ def some(counts: dict[str, int], size: int = 28) -> Labelled:
         ({"Cat": 9, "dog": 9}, ["cat"], "'cat' and 'Cat'"),
         ({"alarm clock": 9, "alarm_clocks": 9}, [], "'alarm clock' and 'alarm_clocks'"),
         ({"cat": 9}, [], "the only class"),
-        ({"cat": 9, "unknown": 9}, [], "--unknown-below"),
     ],
 )
 def test_warnings(counts: dict[str, int], known: list[str], words: str) -> None:

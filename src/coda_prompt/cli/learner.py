@@ -106,12 +106,14 @@ def learn(
 @app.command(
     epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
     "`find . -name '*.jpg' | coda predict my-model - --csv`; "
-    "`coda predict my-model *.png --top 3 --unknown-below 0.5`"
+    "`coda predict my-model *.png --top 3 --unknown auto`"
 )
 def predict(
     model: options.Model,
     images: options.Images,
     top: options.Top = 5,
+    unknown: options.Unknown = None,
+    unknown_rate: options.UnknownRate = 0.05,
     unknown_below: options.UnknownBelow = 0.0,
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
@@ -123,9 +125,11 @@ def predict(
     """Predict the class of images."""
     from coda_prompt.data.resolve import image_paths
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.unknown import UnknownRule
 
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
+    rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
     classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
     if images == ["-"]:
         images = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
@@ -139,7 +143,7 @@ def predict(
         predictions = classifier.predictor.predict(
             paths,
             top=top,
-            unknown_below=unknown_below,
+            rule=rule,
             on_bad=_print_left_out if skip_bad else None,
             on_event=progress.on_event,
         )
@@ -152,23 +156,40 @@ def predict(
             console.stdout_console().print(_prediction_table(rows, next_best=top > 1))
 
 
-@app.command(epilog="Example: `coda evaluate my-model test-photos/`")
+@app.command(
+    epilog="Examples: `coda evaluate my-model test-photos/ --picture confusion.png`; "
+    "`coda evaluate my-model test-photos/ --unknown-folder other-photos/`"
+)
 def evaluate(
     model: options.Model,
     folder: options.Folder,
+    unknown_folder: options.UnknownFolder = None,
+    unknown_rate: options.UnknownRate = 0.05,
+    picture: options.Picture = None,
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     device: options.Device = "auto",
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure the accuracy of a model: overall, per class and per task."""
+    """Measure the accuracy of a model: overall, per class and per task; list its confusions."""
     from coda_prompt.learner.card import percent
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.confusion import check_picture, draw_confusion
 
+    if picture is not None:
+        check_picture(picture)
     classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
     with LearnerProgress() as progress:
-        evaluation = classifier.evaluate(folder, skip_bad=skip_bad, on_event=progress.on_event)
+        evaluation = classifier.evaluate(
+            folder,
+            unknown=unknown_folder,
+            unknown_rate=unknown_rate,
+            skip_bad=skip_bad,
+            on_event=progress.on_event,
+        )
+    if picture is not None:
+        draw_confusion(evaluation.confusion, picture)
     for problem in evaluation.left_out:
         _print_left_out(problem)
     if as_json:
@@ -185,10 +206,25 @@ def evaluate(
         tasks.append([task.number, join_names(task.classes, 6), task.images, *shares])
     heads = ["task", "classes", "images", "accuracy", "among own classes", "when learned"]
     stdout.print(console.table(heads, tasks, "Accuracy by task"))
+    if evaluation.confused:
+        confused = [
+            [each.true, each.predicted, each.images, percent(each.share)]
+            for each in evaluation.confused
+        ]
+        heads = ["class", "predicted as", "images", "of the class"]
+        stdout.print(console.table(heads, confused, "Most confused classes"))
     stdout.print(
         f"{evaluation.images} images: {percent(evaluation.accuracy)} correct; "
         f"expected calibration error {percent(evaluation.calibration_error)}"
     )
+    if (unknown := evaluation.unknown) is not None:
+        stdout.print(
+            f"{unknown.images} images of unknown classes: AUROC {unknown.auroc:.3f}; "
+            f"{percent(unknown.false_positive_rate)} of them accepted if 95 % of the known images "
+            f"are; --unknown auto at a rate of {percent(unknown.rate)} rejects "
+            f"{percent(unknown.rejected_known)} of the known and "
+            f"{percent(unknown.rejected_unknown)} of the unknown images"
+        )
 
 
 @app.command(epilog="Example: `coda info my-model`")

@@ -13,8 +13,6 @@ from coda_prompt.errors import join_names
 from coda_prompt.model.catalog import is_embedded
 from coda_prompt.preprocessing import Preprocessing
 
-UNKNOWN = "unknown"
-"""Label that is printed if no class is likely enough."""
 FEW_IMAGES = 5
 IMBALANCE = 10
 MAX_COMPARED_NAMES = 300
@@ -58,8 +56,6 @@ def warnings(
     ]
     if len({*known, *counts}) == 1:
         messages.append("this is the only class so far: every image will be assigned to it")
-    if UNKNOWN in counts:
-        messages.append(f"class '{UNKNOWN}' is also what 'coda predict --unknown-below' prints")
     side = float(np.median([min(sample.size) for sample in images.samples]))
     if side < preprocessing.size / 2:
         messages.append(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
@@ -14,10 +15,16 @@ from PIL import Image
 from torch import Tensor
 
 from coda_prompt.data.images import eval_view, required_min_side
-from coda_prompt.data.resolve import as_image
+from coda_prompt.data.resolve import MemorySplit, as_image
 from coda_prompt.data.sources import Split
 from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted
-from coda_prompt.learner.unknown import UnknownDetector, UnknownRule, UnknownScorer
+from coda_prompt.learner.separation import Separation, auroc, false_positive_rate
+from coda_prompt.learner.unknown import (
+    UnknownDetector,
+    UnknownRule,
+    UnknownScorer,
+    images_needed,
+)
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import Images
 from coda_prompt.preprocessing import Preprocessing
@@ -122,6 +129,10 @@ class Predictor:
             assert self.detector is not None
             self.detector.check_rate(rule.rate)
 
+    def can_reject(self, rate: float) -> bool:
+        """Whether `check` accepts a rule with this rate."""
+        return self.detector is not None and self.detector.images >= images_needed(rate)
+
     def logits(self, images: Sequence[Tensor]) -> Tensor:
         """Return the logits of preprocessed images, B x classes in float64 on the CPU."""
         return self._run(self.method.logits, images)
@@ -132,13 +143,13 @@ class Predictor:
         Returns:
             B x classes and B x D, in float64 on the CPU.
         """
-        table = self._run(self._side_by_side, images)
+        table = self._run(lambda batch: torch.cat(self.side_by_side(batch), dim=1), images)
         logits, features = table.tensor_split([self.method.classes_seen], dim=1)
         return logits, features
 
-    def _side_by_side(self, batch: Tensor) -> Tensor:
-        """Compute logits and features in one table; the query of a prompt method is a feature."""
-        method, images = self.method, batch
+    def side_by_side(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the logits of a batch and its plain features, which queries may be."""
+        method = self.method
         opened: Images = images
         if method.first_block is not None:
             opened = method.backbone.open(images, method.first_block)
@@ -146,7 +157,7 @@ class Predictor:
         queries = features if method.plain_queries else None
         if method.needs_queries and queries is None:
             queries = method.queries(opened)
-        return torch.cat([method.logits(opened, queries), features], dim=1)
+        return method.logits(opened, queries), features
 
     def _run(self, compute: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> Tensor:
         """Compute one row per preprocessed image, in float64 on the CPU."""
@@ -230,17 +241,45 @@ class Predictor:
             BadImages: Images of a batch that cannot be read.
             Interrupted: `stop` became true.
         """
-        table = torch.zeros(len(indices), self.method.classes_seen, dtype=torch.float64)
-        for positions, views in self._batches(
+        return self._split_table(self.logits, split, indices, stop, on_event)
+
+    def split_logits_and_features(
+        self,
+        split: Split,
+        indices: Sequence[int],
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        on_event: OnEvent | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits as `split_logits` does, and the plain features (N x D) of the images."""
+
+        def compute(views: Sequence[Tensor]) -> Tensor:
+            return torch.cat(self.logits_and_features(views), dim=1)
+
+        table = self._split_table(compute, split, indices, stop, on_event)
+        logits, features = table.tensor_split([self.method.classes_seen], dim=1)
+        return logits, features
+
+    def _split_table(
+        self,
+        compute: Callable[[Sequence[Tensor]], Tensor],
+        split: Split,
+        indices: Sequence[int],
+        stop: Callable[[], bool],
+        on_event: OnEvent | None,
+    ) -> Tensor:
+        """Compute one row for each image of a split, in order."""
+        parts = []
+        for _, views in self._batches(
             lambda position: split.image(int(indices[position]), self.min_side),
             len(indices),
             None,
             on_event,
         ):
-            table[positions] = self.logits(views)
+            parts.append(compute(views))
             if stop():
                 raise Interrupted
-        return table
+        return torch.cat(parts) if parts else compute([])
 
     def predict(
         self,
@@ -276,6 +315,25 @@ class Predictor:
             shares = [None] * len(views) if typicality is None else typicality.tolist()
             for index, row, share in zip(indices, probabilities, shares, strict=True):
                 yield index, self.rank(row, share, top, rule)
+
+    def separation(
+        self, known: Tensor, unknown: list[Any] | NDArray[Any], rate: float
+    ) -> Separation:
+        """Measure how well images of unknown classes are told from those of known ones.
+
+        Args:
+            known: Plain features of images of known classes, N x D.
+            unknown: Images of unknown classes: paths, PIL images, arrays or tensors.
+            rate: The share of known images to reject.
+        """
+        split = MemorySplit(unknown, np.zeros(len(unknown), np.int64))
+        _, features = self.split_logits_and_features(split, range(len(unknown)))
+        scorer = self.scorer
+        scores = [scorer.standardised(each) for each in (known, features)]
+        rejected = [float((scorer.typicality(each) < rate).double().mean()) for each in scores]
+        return Separation(
+            len(unknown), auroc(*scores), false_positive_rate(*scores), rate, *rejected
+        )
 
     def _batches(
         self,

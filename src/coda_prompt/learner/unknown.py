@@ -73,6 +73,11 @@ class UnknownRule:
         return probability < self.below
 
 
+def images_needed(rate: float) -> int:
+    """Return the number of images from which on a rate of rejections can be fitted."""
+    return int(np.ceil(1 / rate)) - 1
+
+
 class UnknownDetector(nn.Module):
     """Running statistics that tell images of learned classes from others.
 
@@ -134,8 +139,7 @@ class UnknownDetector(nn.Module):
         Raises:
             BadOption: Too few images were learned for it.
         """
-        needed = int(np.ceil(1 / rate)) - 1
-        if self.images < needed:
+        if self.images < (needed := images_needed(rate)):
             raise BadOption(
                 "the model",
                 "unknown",

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from coda_prompt.errors import BadImage, BadImages, CodaError, FolderBusy, NothingToUndo
+from coda_prompt.errors import BadImage, BadImages, BadOption, CodaError, FolderBusy, NothingToUndo
 from coda_prompt.serve.schemas import Problem
 from coda_prompt.serve.uploads import RequestError
 
@@ -74,7 +74,8 @@ def add_exception_handlers(app: FastAPI) -> None:
             return problem_response(409, "There is no earlier version to restore.")
         if isinstance(error, FolderBusy):
             return problem_response(409, str(error))
-        return problem_response(422 if isinstance(error, BadImage | BadImages) else 503, str(error))
+        unusable = isinstance(error, BadImage | BadImages | BadOption)
+        return problem_response(422 if unusable else 503, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:

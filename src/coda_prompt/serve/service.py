@@ -50,6 +50,8 @@ class Answer:
 
     version: Version
     probabilities: Tensor
+    typicality: float | None
+    """How typical the image is of the learned classes; None in models of earlier versions."""
 
 
 class Job(JobState):
@@ -109,9 +111,11 @@ class Service:
 
     def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
-        probabilities = version.predictor.probabilities(views)
+        scored = version.predictor.detector is not None
+        probabilities, typicality = version.predictor.answers(views, typicality=scored)
         self.passes += 1
-        return [Answer(version, row) for row in probabilities]
+        shares = [None] * len(views) if typicality is None else typicality.tolist()
+        return [Answer(version, *each) for each in zip(probabilities, shares, strict=True)]
 
     # -- learning
 

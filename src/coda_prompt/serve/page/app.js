@@ -147,11 +147,13 @@ async function classify(image) {
 function predict(blobs) {
   const form = new FormData();
   for (const blob of blobs) form.append("images", blob, "image");
-  return json("/v1/predict?top=5", { method: "POST", body: form });
+  const unknown = document.body.dataset.rejects === "true" ? "&unknown=auto" : "";
+  return json(`/v1/predict?top=5${unknown}`, { method: "POST", body: form });
 }
 
 function showPrediction(prediction) {
   element("prediction-hint").hidden = Boolean(prediction);
+  element("unknown-hint").hidden = !(prediction && prediction.unknown);
   element("predictions").replaceChildren(...(prediction ? prediction.top : []).map(({ label, probability }) => {
     const row = document.createElement("li");
     const name = Object.assign(document.createElement("span"), { className: "name", textContent: label });
@@ -305,6 +307,7 @@ element("undo").onclick = showErrors(async () => {
 async function refresh() {
   const [model, { classes }] = await Promise.all([json("/v1/model"), json("/v1/classes")]);
   document.body.dataset.input = model.input;
+  document.body.dataset.rejects = model.can_reject;
   element("about").textContent = `${model.method} on ${model.backbone} (for ${model.input}s), version ${model.version}, ${model.tasks.length} lessons`;
   element("count").textContent = `(${classes.length} classes)`;
   element("undo").disabled = !model.can_undo;
