@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
+from torch import Tensor
 
 from coda_prompt import errors, methods
 from coda_prompt.data.resolve import Labelled, MemorySplit, image_items, labelled
@@ -26,6 +27,7 @@ from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import OnEvent, Prediction, Predictor
 from coda_prompt.learner.results import Evaluation, Learned
+from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
 from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.devices import Devices
 from coda_prompt.training.queries import QueryMode
@@ -204,10 +206,20 @@ class ContinualClassifier:
                 checkpointer = open_checkpoints(
                     network, progress, images, engine.training, validation
                 )
-            engine.learn(network.method, task, checkpointer=checkpointer)
+            seen: list[tuple[Tensor, Tensor]] = []
+            engine.learn(
+                network.method,
+                task,
+                checkpointer=checkpointer,
+                observe=lambda features, rows: seen.append((features, rows)),
+            )
             record = make_record(network, images, task, engine)
+            detector = network.detector
+            if detector is not None:
+                detector = detector.learned(*seen[0], network.method.classes_seen)
             if watched is not None:
                 after = known_accuracies(network, watched, known, engine)
+        network.detector = detector
         network.set_tasks([*network.tasks, record])
         self._checkpointer = checkpointer
         self._saved, self._previous = None, previous
@@ -279,23 +291,35 @@ class ContinualClassifier:
         return np.array([each.best for each in self.predictions(data, top=1)], dtype=str)
 
     def predictions(
-        self, data: Any, *, top: int = 5, unknown_below: float = 0.0
+        self,
+        data: Any,
+        *,
+        top: int = 5,
+        unknown: Literal["auto"] | None = None,
+        unknown_rate: float = DEFAULT_RATE,
+        unknown_below: float = 0.0,
     ) -> list[Prediction]:
         """Return the most likely classes of each image with their probabilities.
 
         Args:
             data: One or many paths, PIL images, arrays or tensors.
             top: Number of classes to name.
+            unknown: With `auto`, an image is unknown if it is not typical of the learned classes.
+            unknown_rate: The share of images of learned classes that `auto` may reject by mistake.
             unknown_below: An image is unknown if its most likely class is less likely than this.
+
+        Raises:
+            BadOption: The model was made by an earlier version, or of too few images for this rate.
 
         Example:
             ```python
-            (prediction,) = classifier.predictions("image.jpg", unknown_below=0.5)
+            (prediction,) = classifier.predictions("image.jpg", unknown="auto")
             print("unknown" if prediction.unknown else prediction.label, prediction.probability)
             ```
         """
         images = image_items(data)
-        predictions = self.predictor.predict(images, top=top, unknown_below=unknown_below)
+        rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
+        predictions = self.predictor.predict(images, top=top, rule=rule)
         return [prediction for _, prediction in predictions]
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
@@ -314,6 +338,8 @@ class ContinualClassifier:
         data: Any,
         labels: Any = None,
         *,
+        unknown: Any = None,
+        unknown_rate: float = DEFAULT_RATE,
         skip_bad: bool = False,
         on_event: OnEvent | None = None,
     ) -> Evaluation:
@@ -322,15 +348,20 @@ class ContinualClassifier:
         Args:
             data: Labelled images, as for `learn`.
             labels: Class names, one for each image.
+            unknown: Images of classes that were not learned, as for `predictions`: measure how well
+                they are told apart from `data`.
+            unknown_rate: The share of `data` that may be rejected by mistake.
             skip_bad: Leave out images that cannot be read instead of failing.
             on_event: Called with the progress.
 
         Raises:
             BadImages: Images that cannot be read, without `skip_bad`.
+            BadOption: There are `unknown` images, and the model cannot recognise them.
             NotLearned: The images have classes that were not learned.
         """
         images = labelled(data, labels, part="test", skip_bad=skip_bad)
-        return evaluate(self.network, images, on_event)
+        others = None if unknown is None else image_items(unknown)
+        return evaluate(self.network, images, on_event, others, unknown_rate)
 
     # -- saving and loading
 

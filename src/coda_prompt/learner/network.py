@@ -15,6 +15,7 @@ from coda_prompt.data.images import Augmentation
 from coda_prompt.learner import calibration, store
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.store import Description, TaskRecord
+from coda_prompt.learner.unknown import PREFIX, UnknownDetector
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.preprocessing import Preprocessing
@@ -61,6 +62,8 @@ class Network:
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
         self.method.eval()
+        self.detector: UnknownDetector | None = UnknownDetector(self.backbone.vit.config.width)
+        """Statistics to recognise unknown images; None in models of earlier versions."""
         pocket = self.backbone_name == "pocket"
         self.training = make_config(
             Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
@@ -92,6 +95,7 @@ class Network:
             self.classes,
             self.temperature,
             self.fabric,
+            self.detector,
         )
 
     def preprocessing(self) -> dict[str, Any]:
@@ -102,6 +106,8 @@ class Network:
     def to_model(self) -> store.Model:
         """Return the description and tensors to save."""
         state, path = self.method.learned_state(), self.backbone.path
+        if self.detector is not None:
+            state |= self.detector.state()
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
         description = Description(
             format=store.FORMAT,
@@ -149,9 +155,12 @@ class Network:
                 raise errors.CorruptFile(
                     path, "it has numbers that cannot be: negative counts, NaN or inf"
                 )
-        self.method.load_learned_state(model.tensors)
-        if self.method.classes_seen != len(model.description.classes):
+        classes, width = len(model.description.classes), self.method.vit_config.width
+        own = {name: value for name, value in model.tensors.items() if not name.startswith(PREFIX)}
+        self.method.load_learned_state(own)
+        if self.method.classes_seen != classes:
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
+        self.detector = UnknownDetector.from_state(width, classes, model.tensors)
         self.set_tasks(list(model.description.tasks))
 
 

@@ -329,10 +329,17 @@ class Predictor:
         split = MemorySplit(unknown, np.zeros(len(unknown), np.int64))
         _, features = self.split_logits_and_features(split, range(len(unknown)))
         scorer = self.scorer
-        scores = [scorer.standardised(each) for each in (known, features)]
-        rejected = [float((scorer.typicality(each) < rate).double().mean()) for each in scores]
+        inside, outside = (scorer.standardised(each) for each in (known, features))
+        rejected = [
+            float((scorer.typicality(each) < rate).double().mean()) for each in (inside, outside)
+        ]
         return Separation(
-            len(unknown), auroc(*scores), false_positive_rate(*scores), rate, *rejected
+            images=len(unknown),
+            auroc=auroc(inside, outside),
+            false_positive_rate=false_positive_rate(inside, outside),
+            rate=rate,
+            rejected_known=rejected[0],
+            rejected_unknown=rejected[1],
         )
 
     def _batches(

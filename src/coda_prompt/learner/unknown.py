@@ -1,8 +1,9 @@
 """Unknown images: how typical an image is of the learned classes, from running statistics.
 
 The score of an image combines measures that need only counts, sums and second moments of frozen
-features: the relative Mahalanobis distance (Ren et al. 2021, https://arxiv.org/abs/2106.09022) and
-cosine similarities to the class means. docs/lab/unknown.md compares them.
+features: Mahalanobis distances, also relative to all images (Ren et al. 2021,
+https://arxiv.org/abs/2106.09022), and cosine similarities to the class means, plain and whitened.
+docs/lab/unknown.md compares them.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
@@ -33,9 +34,18 @@ DEFAULT_RATE = 0.05
 """Share of images of known classes that `auto` rejects by mistake."""
 HIDDEN = 512
 """Random features; their second moments take 2 MB of a model."""
+WEIGHTS = {
+    "relative Mahalanobis distance": 1.0,
+    "whitened cosine of random features": 1.0,
+    "whitened cosine": 1.0,
+    "cosine": 0.5,
+    "Mahalanobis distance": 0.5,
+}
+"""Weights of the standardised measures in the score. The last one has little to say about classes
+that resemble the learned ones, but it alone recognises images that are no drawing or photograph."""
 FOLDS = 5
 BINS = 256
-SAMPLES = 1024
+SAMPLES = 512
 """Features sampled from the class Gaussians to standardise scores."""
 
 
@@ -116,22 +126,28 @@ class UnknownDetector(nn.Module):
             classes: Number of classes after the lesson.
         """
         features, labels = features.detach().cpu().double(), labels.cpu()
+        hidden = random_features(features)
         detector = copy.deepcopy(self)
         detector._grow(classes)
-        folds = _folds(labels)
+        detector.moments.add(features, labels)
+        detector.hidden.add(hidden, labels)
+        folds, scores = _folds(labels), detector.scores.frozen
         for fold in folds.unique().tolist():
-            outside, inside = folds != fold, folds == fold
-            without = copy.deepcopy(detector)
-            without._add(features[outside], labels[outside])
+            inside = folds == fold
+            rest = _without(detector.moments, features[inside], labels[inside])
+            hidden_rest = _without(detector.hidden, hidden[inside], labels[inside])
             # an image whose class has no other image says nothing about known images
-            inside &= without.moments.counts.frozen[labels] > 0
-            detector._count(without.scorer().standardised(features[inside]), labels[inside])
-        detector._add(features, labels)
+            inside &= rest.counts.frozen[labels] > 0
+            if inside.any():
+                scorer = UnknownScorer(rest, hidden_rest, scores.sum(dim=0))
+                counts = _histograms(scorer.standardised(features[inside]))
+                scores = scores.index_add(0, labels[inside], counts)
+        detector.scores.frozen = scores
         return detector
 
     def scorer(self) -> UnknownScorer:
         """Return what computes the scores of images from the current statistics."""
-        return UnknownScorer(self)
+        return UnknownScorer(self.moments, self.hidden, self.scores.frozen.sum(dim=0))
 
     def check_rate(self, rate: float) -> None:
         """Check that images can be rejected at a rate.
@@ -226,27 +242,21 @@ class UnknownDetector(nn.Module):
             moments.sums.append(torch.zeros(new, width))
         self.scores.append(torch.zeros(new, BINS))
 
-    def _add(self, features: Tensor, labels: Tensor) -> None:
-        self.moments.add(features, labels)
-        self.hidden.add(random_features(features), labels)
-
-    def _count(self, scores: Tensor, labels: Tensor) -> None:
-        bins = (squash(scores) * BINS).long().clamp(0, BINS - 1)
-        flat = torch.bincount(labels * BINS + bins, minlength=self.classes * BINS)
-        self.scores.frozen = self.scores.frozen + flat.view(self.classes, BINS)
-
 
 class UnknownScorer(nn.Module):
     """Computes how typical images are of the learned classes, from their features.
 
     Args:
-        detector: The statistics; later changes of it do not change the scorer.
+        moments: Statistics of the features.
+        hidden: Statistics of the random features.
+        histogram: Histogram of the standardised scores of images of known classes.
     """
 
     projection: Tensor
     mean: Tensor
     whitening: Tensor
     class_means: Tensor
+    directions: Tensor
     background: Tensor
     hidden_mean: Tensor
     hidden_whitening: Tensor
@@ -255,9 +265,8 @@ class UnknownScorer(nn.Module):
     spread: Tensor
     histogram: Tensor
 
-    def __init__(self, detector: UnknownDetector) -> None:
+    def __init__(self, moments: FeatureMoments, hidden: FeatureMoments, histogram: Tensor) -> None:
         super().__init__()
-        moments, hidden = detector.moments, detector.hidden
         seen = moments.counts.frozen > 0
         count = int(moments.counts.frozen.sum())
         self.several = bool(seen.sum() > 1)
@@ -272,17 +281,18 @@ class UnknownScorer(nn.Module):
         hidden_factor = torch.linalg.cholesky(shrink_covariance(*hidden.covariance()))
         hidden_mean, hidden_whitening = _mean(hidden), _inverse_transposed(hidden_factor)
         tensors = {
-            "projection": _projection(detector.width),
+            "projection": _projection(len(moments.total)),
             "mean": mean,
             "whitening": whitening,
             "class_means": (means - mean) @ whitening,
+            "directions": F.normalize(means),
             "background": _inverse_transposed(background),
             "hidden_mean": hidden_mean,
             "hidden_whitening": hidden_whitening,
             "hidden_directions": F.normalize(
                 (hidden.means()[seen] - hidden_mean) @ hidden_whitening
             ),
-            "histogram": detector.scores.frozen.sum(dim=0).double(),
+            "histogram": histogram.double(),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
@@ -303,12 +313,21 @@ class UnknownScorer(nn.Module):
         if self.several:
             relative = relative + (centred @ self.background).square().sum(dim=1) / 2
         hidden = (F.relu(features @ self.projection) - self.hidden_mean) @ self.hidden_whitening
-        cosine = (F.normalize(hidden) @ self.hidden_directions.T).amax(dim=1)
-        return torch.stack([relative, cosine], dim=1)
+        cosines = [
+            (F.normalize(rows) @ directions.T).amax(dim=1)
+            for rows, directions in (
+                (hidden, self.hidden_directions),
+                (white, F.normalize(self.class_means)),
+                (features, self.directions),
+            )
+        ]
+        return torch.stack([relative, *cosines, -distances.amin(dim=1)], dim=1)
 
     def standardised(self, features: Tensor) -> Tensor:
-        """Compute the scores, B: the mean of the standardised measures; larger is more typical."""
-        return ((self.measures(features) - self.center) / self.spread).mean(dim=1)
+        """Compute the scores, B: a weighted mean of the standardised measures."""
+        measures = (self.measures(features) - self.center) / self.spread
+        weights = measures.new_tensor(list(WEIGHTS.values()))
+        return measures @ (weights / weights.sum())
 
     def typicality(self, scores: Tensor) -> Tensor:
         """Return the share of images of known classes whose score is not above each of `scores`.
@@ -357,6 +376,21 @@ def _sample(means: Tensor, factor: Tensor) -> Tensor:
     generator = keyed_generator(0, "samples of known classes")
     noise = torch.randn(SAMPLES, means.shape[1], dtype=means.dtype, generator=generator)
     return means[rows] + noise @ factor.T
+
+
+def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> FeatureMoments:
+    """Return moments without images that are in them."""
+    reduced = FeatureMoments(features.shape[1])
+    counts = torch.bincount(labels, minlength=len(moments.counts))
+    reduced.counts.frozen = moments.counts.frozen - counts
+    reduced.sums.frozen = moments.sums.frozen.index_add(0, labels, features, alpha=-1)
+    reduced.total = moments.total - features.T @ features
+    return reduced
+
+
+def _histograms(scores: Tensor) -> Tensor:
+    """Return the bin of each score as a row of counts, N x BINS."""
+    return F.one_hot((squash(scores) * BINS).long().clamp(0, BINS - 1), BINS)
 
 
 def _folds(labels: Tensor) -> Tensor:
