@@ -38,7 +38,7 @@ WEIGHTS = {
     "relative Mahalanobis distance": 1.0,
     "whitened cosine of random features": 1.0,
     "whitened cosine": 1.0,
-    "cosine": 0.5,
+    "cosine": 1.0,
     "Mahalanobis distance": 0.5,
 }
 """Weights of the standardised measures in the score. The last one has little to say about classes
