@@ -355,10 +355,11 @@ def test_teach_photographs_with_camera_drop_and_paste(
         assert page.locator(".examples img").count() == count, "recording ends with the press"
         page.fill("#name", "red")
         send_files(page, "#teaching", colours(180, 0, 0), "drop")
-        page.wait_for_function("document.querySelectorAll('.counter').length === 2")
+        examples = "document.querySelectorAll('.examples img').length"
+        page.wait_for_function(f"{examples} === {count + 6}")
         page.fill("#name", "blue")
         send_files(page, "#name", colours(0, 0, 180), "paste")
-        page.wait_for_function("document.querySelectorAll('.counter').length === 3")
+        page.wait_for_function(f"{examples} === {count + 12}")
         assert page.locator(".counter").all_inner_texts() == [str(count), "6", "6"]
         page.click("#teach")
         page.wait_for_function("document.querySelectorAll('#classes li').length === 3")
