@@ -23,6 +23,19 @@ from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.loading import Views
 
+PAPER_METHODS = (
+    "upper-bound",
+    "er-5000",
+    "ft",
+    "ft++",
+    "lwf-mc",
+    "l2p++",
+    "deep-l2p++",
+    "dualprompt",
+    "coda-p-s",
+    "coda-p",
+)
+"""The rows of the CODA-Prompt paper."""
 TINY = ViTConfig(image_size=16, patch_size=4, channels=1, width=32, depth=6, heads=4, mlp_width=64)
 PLAIN_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)), augmentation=None, resize="squash")
 AUGMENTED_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)))

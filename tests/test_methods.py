@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import PLAIN_VIEWS, brief, patterns, tiny_vit
+from small import PAPER_METHODS, PLAIN_VIEWS, brief, patterns, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.data.stream import Task, make_stream
@@ -24,20 +24,6 @@ from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
 from coda_prompt.training.settings import Training
 
-OF_THE_PAPER = {
-    "upper-bound",
-    "er-5000",
-    "ft",
-    "ft++",
-    "lwf-mc",
-    "l2p++",
-    "deep-l2p++",
-    "dualprompt",
-    "coda-p-s",
-    "coda-p",
-}
-
-
 OTHERS = {
     *("ncm", "ranpac", "slda", "coda-p-ranpac", "sd-lora", "inflora", "os-prompt", "loranpac"),
     *("slca", "ease", "aper", "tuna", "vq-prompt", "hide-prompt"),
@@ -45,7 +31,7 @@ OTHERS = {
 
 
 def test_registry_has_every_method_of_the_paper_and_others() -> None:
-    assert set(methods.METHODS) >= OF_THE_PAPER | OTHERS
+    assert set(methods.METHODS) >= {*PAPER_METHODS} | OTHERS
 
 
 @pytest.mark.parametrize(

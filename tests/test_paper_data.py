@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from small import quick_options, tiny_vit
+from small import PAPER_METHODS, quick_options, tiny_vit
 from typer.testing import CliRunner, Result
 
 from coda_prompt.bench.config import load_benchmark
@@ -46,18 +46,6 @@ PRESETS = (
     "imagenet-r-20",
     "domainnet-5",
     "imagenet-r-dual-shift",
-)
-PAPER_METHODS = (
-    "upper-bound",
-    "er-5000",
-    "ft",
-    "ft++",
-    "lwf-mc",
-    "l2p++",
-    "deep-l2p++",
-    "dualprompt",
-    "coda-p-s",
-    "coda-p",
 )
 TYPES = (
     *("art", "cartoon", "deviantart", "embroidery", "graffiti", "graphic", "misc", "origami"),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small import coda
+from small import PAPER_METHODS, coda
 
 from coda_prompt.bench import cost, plots, report, tables
 from coda_prompt.bench.config import load_benchmark, shipped
@@ -338,9 +338,7 @@ def test_shipped_sweeps_match_the_paper() -> None:
     assert {values[-1] for values in lengths.values()} == {40}
     tuning = points("tuning")
     rates = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2]
-    trained = ["upper-bound", "er-5000", "ft", "ft++", "lwf-mc"]
-    trained += ["l2p++", "deep-l2p++", "dualprompt", "coda-p-s", "coda-p"]
-    assert [tuning[name, "training.learning_rate"] for name in trained] == [rates] * 10
+    assert [tuning[name, "training.learning_rate"] for name in PAPER_METHODS] == [rates] * 10
     decades = [10.0**power for power in range(-6, 3)]
     assert tuning["coda-p", "options.orthogonality_weight"] == pytest.approx(decades)
 
