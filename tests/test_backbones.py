@@ -20,14 +20,13 @@ from coda_prompt import ContinualClassifier
 from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
-from coda_prompt.learner import advice, store
+from coda_prompt.learner import store
 from coda_prompt.learner.versions import History
-from coda_prompt.model.catalog import CATALOG, is_embedded, load_backbone, write_weights
+from coda_prompt.model.catalog import CATALOG, load_backbone, write_weights
 from coda_prompt.model.vit import ViT
 from coda_prompt.preprocessing import Preprocessing
 
 PLAIN = pocket_source(0.0)
-PHOTO = pytest.mark.skipif(not is_embedded("photo"), reason="the photo backbone is not built yet")
 
 
 def scene(seed: int, size: int = 96, colour: bool = True) -> Image.Image:
@@ -116,16 +115,6 @@ def test_auto_takes_pocket_for_drawings_and_keeps_it() -> None:
     assert any("10 of 10 sampled images look like photographs" in each for each in later.warnings)
 
 
-def test_auto_without_the_photo_backbone_takes_pocket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "is_embedded", lambda name: False)
-    classifier = ContinualClassifier(method="ncm")
-    learned = classifier.learn([scene(seed) for seed in range(10)], ["a"] * 5 + ["b"] * 5)
-    assert learned.chosen is not None
-    assert "but this installation has no backbone for them" in learned.chosen
-    assert classifier.backbone_name == "pocket"
-
-
-@PHOTO
 def test_auto_takes_photo_for_photographs_and_the_model_records_it(tmp_path: Path) -> None:
     photographs = {"a": [scene(n) for n in range(6)], "b": [scene(n, 60) for n in range(6, 12)]}
     folder = write_folder(tmp_path / "photographs", **photographs)
@@ -140,7 +129,6 @@ def test_auto_takes_photo_for_photographs_and_the_model_records_it(tmp_path: Pat
     assert "backbone photo, for photographs of 112 px" in shown
 
 
-@PHOTO
 def test_photo_runs_at_other_multiples_of_14() -> None:
     plain, large = load_backbone("photo"), load_backbone("photo@168")
     assert (plain.preprocessing.size, large.preprocessing.size) == (112, 168)

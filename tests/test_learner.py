@@ -18,7 +18,7 @@ from coda_prompt.errors import BadOption, NotLearned
 from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
 from coda_prompt.learner.lesson import make_task
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.learner.network import Network
 
 
 def test_three_lines_of_python(drawing_folders: Path) -> None:
@@ -175,7 +175,7 @@ def test_reported_accuracy_matches_the_held_out_images(monkeypatch: pytest.Monke
         float((own.argmax(1) + 12 == rows).double().mean())
     )
     assert learned.accuracy_own > learned.accuracy
-    error = expected_calibration_error(torch.from_numpy(chances), rows)
+    error = expected_calibration_error(torch.from_numpy(chances).log(), rows, 1.0)
     assert learned.calibration_error == pytest.approx(error, abs=1e-6)
 
 
@@ -206,6 +206,13 @@ def some(counts: dict[str, int], size: int = 28) -> Labelled:
     return Labelled(MemorySplit(images, labels), tuple(counts))
 
 
+def network(known: list[str], backbone: str = "pocket") -> Network:
+    """A network that has learned the classes `known`."""
+    network = ContinualClassifier(backbone, "ncm", device="cpu").network
+    network.classes = known
+    return network
+
+
 @pytest.mark.parametrize(
     ("counts", "known", "words"),
     [
@@ -218,23 +225,21 @@ def some(counts: dict[str, int], size: int = 28) -> Labelled:
     ],
 )
 def test_warnings(counts: dict[str, int], known: list[str], words: str) -> None:
-    found = advice.warnings(some(counts), known, "pocket", Preprocessing(28, 1, (0.5,), (0.5,)))
+    found = advice.warnings(network(known), some(counts))
     assert any(words in warning for warning in found)
 
 
 def test_no_warning_for_good_data() -> None:
     images = some({"cat": 10, "dog": 12, "type 1": 10, "type 2": 10})
-    assert advice.warnings(images, ["bird"], "pocket", Preprocessing(28, 1, (0.5,), (0.5,))) == []
+    assert advice.warnings(network(["bird"]), images) == []
 
 
 def test_warnings_about_small_images_and_photographs() -> None:
-    small = advice.warnings(
-        some({"a": 9}), [], "vit-b16-in1k", Preprocessing(224, 3, (0.5,) * 3, (0.5,) * 3)
-    )
+    small = advice.warnings(network([], "photo@224"), some({"a": 9}))
     assert any("expects 224 px" in warning for warning in small)
     random = np.random.default_rng(0).integers(0, 255, (9, 128, 128, 3), np.uint8)
     photographs = labelled(random, ["a"] * 9)
-    found = advice.warnings(photographs, [], "pocket", Preprocessing(28, 1, (0.5,), (0.5,)))
+    found = advice.warnings(network([]), photographs)
     assert any("vit-b16-in21k" in warning for warning in found)
 
 

@@ -154,7 +154,9 @@ def test_explanation_has_nearest_classes_and_prompt_weights(
     assert answer["prompts"] == []  # RanPAC has none
     assert "one image" in problem_detail(client.post("/v1/explain", files=files(images)), 422)
     classifier = ContinualClassifier.load(slow_model)  # CODA-P
-    prompts = explain(classifier.network, Image.fromarray(images[0])).prompts
+    prompts = explain(
+        classifier.network, classifier.predictor.view(lambda side: Image.fromarray(images[0]))
+    ).prompts
     assert [each.block for each in prompts] == [0, 1, 2, 3, 4]
     assert {len(each.weights) for each in prompts} == {10}
     assert all(-1 <= weight <= 1 for each in prompts for weight in each.weights)

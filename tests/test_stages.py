@@ -115,7 +115,7 @@ class LowRankWithAlignment(TrainedMethod):
         self.log.append((batch.stage, len(batch.labels), batch.features is None))
         if batch.stage == "align":
             return Loss.of(F.cross_entropy(self.head(features), batch.labels, reduction="none"))
-        return Loss.of(self._masked_loss(features, batch.labels))
+        return Loss.of(self.head.masked_loss(features, batch.labels))
 
     def end_stage(self, stage: Stage) -> None:
         self.log.append(("end", stage.name))

@@ -77,11 +77,7 @@ def learn(
         version = len(classifier.tasks_)
         command = resume_command()
         if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version, command)):
-            if rank_zero:
-                store.refresh_copies(model)
-                store.end_lesson(model)
-            shown = console.escape_control_characters(str(model))
-            typer.echo(ALREADY_LEARNED.format(shown), err=True)
+            _finish_saving(model, writes=rank_zero)
             return
         _print_lesson(classifier, images, checked, epochs, output)
         stack.enter_context(stop.handling_signals())
@@ -98,11 +94,7 @@ def learn(
             )
         if rank_zero:
             classifier.write(model)
-            if as_json:
-                console.print_json(dataclasses.asdict(learned))
-            else:
-                _print_learned(learned, classifier, model)
-            sys.stdout.flush()
+            _print_learned(learned, classifier, model, as_json)
             store.end_lesson(model)  # from now on, the same command is a new lesson
 
 
@@ -222,6 +214,17 @@ def resume_command() -> str:
     return shlex.join(["coda", *sys.argv[1:]])
 
 
+def _finish_saving(model: Path, *, writes: bool) -> None:
+    """Finish an earlier run of the same command that was interrupted while saving."""
+    from coda_prompt.learner import store
+
+    if writes:
+        store.refresh_copies(model)
+        store.end_lesson(model)
+    shown = console.escape_control_characters(str(model))
+    typer.echo(ALREADY_LEARNED.format(shown), err=True)
+
+
 def _print_lesson(
     classifier: "ContinualClassifier",
     images: "Labelled",
@@ -230,26 +233,32 @@ def _print_lesson(
     output: console.Output,
 ) -> None:
     """Print what is about to be learned, how long it takes, what was left out, and warnings."""
-    from coda_prompt.learner.advice import summary
+    from coda_prompt.learner import advice
     from coda_prompt.learner.duration import LONG_LESSON, estimate_seconds
 
     if (chosen := classifier.choose_backbone(images)) is not None:
         output.message(chosen)
     made_of = f"{classifier.method_name} on {classifier.backbone_name}"
-    output.message(f"{summary(images)}; {made_of}")
+    output.message(f"{advice.summary(images)}; {made_of}")
     for problem in images.bad:
         output.message(f"left out: {problem}")
-    for warning in classifier.warnings(images, checked):
+    for warning in advice.warnings(classifier.network, images, checked):
         console.print_message(f"warning: {warning}", style="yellow")
     seconds = 0.0 if output.quiet else estimate_seconds(classifier.network, images, epochs)
     if seconds >= LONG_LESSON:
         output.message(f"this will take about {console.duration(seconds)}")
 
 
-def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model: Path) -> None:
+def _print_learned(
+    learned: "Learned", classifier: "ContinualClassifier", model: Path, as_json: bool
+) -> None:
     from coda_prompt.learner import store
     from coda_prompt.learner.card import percent
 
+    if as_json:
+        console.print_json(dataclasses.asdict(learned))
+        sys.stdout.flush()
+        return
     new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
     lines = [f"new: {new}; continued: {continued}"]
     if learned.accuracy is not None:
@@ -271,3 +280,4 @@ def _print_learned(learned: "Learned", classifier: "ContinualClassifier", model:
     )
     for line in lines:
         console.print_result(line)
+    sys.stdout.flush()

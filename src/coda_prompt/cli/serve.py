@@ -93,23 +93,19 @@ def _model_folders(model: Path | None, backbone: str | None) -> Iterator[dict[st
         backbone: Without a model folder: the backbone of the temporary model for photographs.
     """
     from coda_prompt.learner.classifier import ContinualClassifier
-    from coda_prompt.model.catalog import is_embedded
 
     if model is not None:
         yield {model.resolve().name: model}
         return
     with tempfile.TemporaryDirectory(prefix="coda-demo-") as temporary:
-        folders = {DRAWINGS: Path(temporary) / DRAWINGS}
+        folders = {name: Path(temporary) / name for name in (DRAWINGS, PHOTOGRAPHS)}
         with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as original:
             shutil.copytree(original, folders[DRAWINGS])
-        started = "Serving a temporary model for drawings"
-        if backbone is not None or is_embedded(PHOTO_BACKBONE):
-            folders[PHOTOGRAPHS] = Path(temporary) / PHOTOGRAPHS
-            ContinualClassifier(backbone or PHOTO_BACKBONE).save(folders[PHOTOGRAPHS])
-            started = "Serving temporary models for drawings and for photographs"
+        ContinualClassifier(backbone or PHOTO_BACKBONE).save(folders[PHOTOGRAPHS])
         print_message(
-            f"{started} in {temporary}, which is deleted at the end. "
-            "To save what you teach, serve a model of your own: coda serve MODEL"
+            f"Serving temporary models for drawings and for photographs in {temporary}, which is "
+            "deleted at the end. To save what you teach, serve a model of your own: "
+            "coda serve MODEL"
         )
         yield folders
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from coda_prompt.errors import MissingData
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
 _SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 
-FolderId = tuple[int, int]  # device and inode
+_HIDDEN = re.compile(r"\.|__MACOSX$")
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class ClassFolders:
     """By class name, sorted."""
     loose_images: int
     """Number of images beside the folders."""
-    ancestors: frozenset[FolderId]
-    """The root and the folders above it."""
+    ancestors: frozenset[str]
+    """The resolved paths of the root and of the folders above it."""
 
 
 def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
@@ -114,9 +116,18 @@ def class_folders(root: Path) -> ClassFolders:
             a class.
     """
     resolved = root.resolve()
-    ancestors = frozenset(_folder_id(folder) for folder in (resolved, *resolved.parents))
-    folders, images, _ = _list_folder(root)
-    paths = {os.path.basename(path): path for path in folders if _folder_id(path) not in ancestors}
+    ancestors = frozenset(str(folder) for folder in (resolved, *resolved.parents))
+    _, folders, files = next(os.walk(root, onerror=_cannot_read))
+    paths = {
+        name: str(root / name)
+        for name in sorted(folders)
+        if not _HIDDEN.match(name) and os.path.realpath(root / name) not in ancestors
+    }
+    images = [
+        name
+        for name in files
+        if not _HIDDEN.match(name) and os.path.splitext(name)[1].lower() in image_suffixes()
+    ]
     for name in paths:
         if not is_valid_class_name(name):
             problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
@@ -144,56 +155,34 @@ def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
 
 
 def files_below(
-    folder: str, ancestors: frozenset[FolderId] = frozenset()
+    folder: str, ancestors: frozenset[str] = frozenset()
 ) -> tuple[list[str], list[str]]:
-    """Return images and other files in and below a folder, both sorted.
+    """Return images and other files in and below a folder, both sorted; hidden ones are left out.
 
-    Links are followed, but not to an ancestor (it has other classes) and to no folder twice.
+    Links are followed, but not to an ancestor (it has other classes) and to no folder twice. A
+    dangling link counts as an image if it is named like one.
     """
-    seen, pending = set(ancestors), [folder]
-    images, others = [], []
-    while pending:
-        current = pending.pop()
-        folder_id = _folder_id(current)
-        if folder_id in seen:
+    seen = set(ancestors)
+    images: list[str] = []
+    others: list[str] = []
+    for current, folders, files in os.walk(folder, onerror=_cannot_read, followlinks=True):
+        resolved = os.path.realpath(current)
+        if resolved in seen:
+            folders.clear()
             continue
-        seen.add(folder_id)
-        folders, images_here, others_here = _list_folder(current)
-        pending += reversed(folders)  # of two links to a folder, always take the first
-        images += images_here
-        others += others_here
+        seen.add(resolved)
+        # of two links to a folder, always take the first
+        folders[:] = sorted(name for name in folders if not _HIDDEN.match(name))
+        for name in files:
+            path = os.path.join(current, name)
+            if not _HIDDEN.match(name):
+                named_so = os.path.splitext(name)[1].lower() in image_suffixes()
+                is_image = named_so and (os.path.isfile(path) or not os.path.exists(path))
+                (images if is_image else others).append(path)
     return sorted(images), sorted(others)
 
 
-def _list_folder(folder: str | Path) -> tuple[list[str], list[str], list[str]]:
-    """Return the paths of folders, images and other files in a folder, sorted by name.
-
-    Hidden ones are left out. A dangling link counts as an image if it is named like one.
-    """
-    folders, images, others = [], [], []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith(".") or entry.name == "__MACOSX":
-                    continue
-                if entry.is_symlink():  # DirEntry.is_dir() would raise on a link to itself
-                    is_folder = os.path.isdir(entry.path)
-                    is_file = os.path.isfile(entry.path) or not os.path.exists(entry.path)
-                else:
-                    is_folder, is_file = entry.is_dir(), entry.is_file()
-                if is_folder:
-                    folders.append(entry.path)
-                elif is_file and os.path.splitext(entry.name)[1].lower() in image_suffixes():
-                    images.append(entry.path)
-                else:
-                    others.append(entry.path)
-    except OSError as error:
-        problem = f"the folder cannot be read ({error.strerror})"
-        remedy = "Check its permissions and that its disk is mounted."
-        raise MissingData(folder, problem, remedy) from error
-    return folders, images, others
-
-
-def _folder_id(folder: str | Path) -> FolderId:
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
+def _cannot_read(error: OSError) -> NoReturn:
+    problem = f"the folder cannot be read ({error.strerror})"
+    remedy = "Check its permissions and that its disk is mounted."
+    raise MissingData(error.filename, problem, remedy) from error

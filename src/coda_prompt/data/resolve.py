@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 import torch
@@ -145,7 +147,7 @@ def parse_name(name: str) -> tuple[Kind, str]:
         return "hub", name.removeprefix(hf_datasets.PREFIX)
     if name.startswith(shards.PREFIX):
         return "shards", name.removeprefix(shards.PREFIX)
-    return "folder", name
+    return "folder", url2pathname(urlsplit(name).path) if name.startswith("file://") else name
 
 
 def open_source(
@@ -175,7 +177,7 @@ def open_source(
         return shards.shard_source(location)
     if Path(name).name == name and not Path(name).exists():
         raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
-    return folders.folder_source(name)
+    return folders.folder_source(location)
 
 
 def labelled(
@@ -217,7 +219,7 @@ def labelled(
         elif kind == "shards":
             images = Labelled(*shards.open_shard_split(location, part))
         else:
-            images = _open_folder(local_path(data), skip_bad)
+            images = _open_folder(Path(location).expanduser(), skip_bad)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")

@@ -10,8 +10,7 @@ import numpy as np
 
 from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.errors import join_names
-from coda_prompt.model.catalog import is_embedded
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.learner.network import Network
 
 UNKNOWN = "unknown"
 """Label that is printed if no class is likely enough."""
@@ -21,25 +20,23 @@ MAX_COMPARED_NAMES = 300
 """With more class names, only equal ones are reported: comparing all pairs would take too long."""
 MIXED = 0.2
 """Share of sampled images of the other kind from which on a lesson is mixed."""
+OTHER_KIND = {
+    "pocket": ("photographs", "small sketches", "photo, or vit-b16-in21k"),
+    "photo": ("drawings", "photographs", "pocket"),
+}
+"""Embedded backbone -> images that it is not for, what it was trained on, what is for them."""
 
 
-def warnings(
-    images: Labelled,
-    known: Sequence[str],
-    backbone: str,
-    preprocessing: Preprocessing,
-    *,
-    balanced: bool = False,
-) -> list[str]:
+def warnings(network: Network, images: Labelled, checked: Labelled | None = None) -> list[str]:
     """Return what to check before learning these images, most important first.
 
     Args:
+        network: What will learn them.
         images: The images of the lesson.
-        known: Classes learned before.
-        backbone: Name of the backbone.
-        preprocessing: The pixels it expects.
-        balanced: Whether the method gives each class the same weight.
+        checked: Images of known classes that are evaluated before and after.
     """
+    known, size = network.classes, network.views.preprocessing.size
+    balanced = getattr(network.method.config, "balance", False)
     counts = images.counts()
     messages = list(images.remarks)
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
@@ -74,12 +71,23 @@ def warnings(
     if UNKNOWN in counts:
         messages.append(f"class '{UNKNOWN}' is also what 'coda predict --unknown-below' prints")
     side = float(np.median([min(sample.size) for sample in images.samples]))
-    if side < preprocessing.size / 2:
+    if side < size / 2:
         messages.append(
-            f"images are about {side:.0f} px, but the backbone expects {preprocessing.size} px: "
+            f"images are about {side:.0f} px, but the backbone expects {size} px: "
             "they are enlarged and have little detail"
         )
-    return messages + _other_kind(images.samples, backbone)
+    backbone, sampled = network.backbone_name.partition("@")[0], len(images.samples)
+    drawings = sum(sample.drawing for sample in images.samples)
+    others = {"pocket": sampled - drawings, "photo": drawings}.get(backbone, 0)
+    if others > MIXED * sampled:
+        kind, trained_on, suited = OTHER_KIND[backbone]
+        messages.append(
+            f"{others} of {sampled} sampled images look like {kind}, but '{backbone}' was trained "
+            f"on {trained_on}: for {kind} make a model with --backbone {suited}"
+        )
+    if checked is not None and not set(checked.names) & set(known):
+        messages.append("none of the classes to check is known yet: nothing to forget")
+    return messages
 
 
 def choose_backbone(samples: Sequence[Sample]) -> tuple[str, str]:
@@ -87,29 +95,7 @@ def choose_backbone(samples: Sequence[Sample]) -> tuple[str, str]:
     count, drawings = len(samples), sum(sample.drawing for sample in samples)
     if drawings >= count - drawings:
         return "pocket", f"pocket: {drawings} of {count} sampled images are drawings"
-    why = f"{count - drawings} of {count} sampled images are photographs"
-    if is_embedded("photo"):
-        return "photo", f"photo: {why}"
-    return "pocket", f"pocket: {why}, but this installation has no backbone for them"
-
-
-def _other_kind(samples: Sequence[Sample], backbone: str) -> list[str]:
-    """Warn if many images are not of the kind that an embedded backbone was trained on."""
-    count, drawings = len(samples), sum(sample.drawing for sample in samples)
-    name = backbone.partition("@")[0]
-    if name == "pocket" and count - drawings > MIXED * count:
-        other = "photo" if is_embedded("photo") else "deit-tiny"
-        return [
-            f"{count - drawings} of {count} sampled images look like photographs, but 'pocket' was "
-            f"trained on small sketches: for photographs make a model with --backbone {other}, or "
-            "vit-b16-in21k"
-        ]
-    if name == "photo" and drawings > MIXED * count:
-        return [
-            f"{drawings} of {count} sampled images look like drawings, but 'photo' was trained on "
-            "photographs: for drawings make a model with --backbone pocket"
-        ]
-    return []
+    return "photo", f"photo: {count - drawings} of {count} sampled images are photographs"
 
 
 def summary(images: Labelled) -> str:

@@ -24,7 +24,7 @@ def fit_temperature(logits: Tensor, labels: Tensor, default: float) -> float:
     on log(T / default)^2, worth `PRIOR_IMAGES` images, prevents this.
 
     The minimum over log(T) is found by golden-section search rather than by scipy.optimize: it is
-    ten lines, its result is the same on every machine, and importing scipy would slow down every
+    a few lines, its result is the same on every machine, and importing scipy would slow down every
     `coda` command.
 
     Args:
@@ -33,36 +33,28 @@ def fit_temperature(logits: Tensor, labels: Tensor, default: float) -> float:
         default: The temperature to use without held-out images.
     """
     logits = logits.double()
-    weight = PRIOR_IMAGES / len(labels)
-
-    def loss(log_temperature: float) -> float:
-        likelihood = float(F.cross_entropy(logits / math.exp(log_temperature), labels))
-        return likelihood + weight * (log_temperature - math.log(default)) ** 2
-
+    weight, prior = PRIOR_IMAGES / len(labels), math.log(default)
     low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
     ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    loss_left, loss_right = loss(left), loss(right)
-    for _ in range(60):
-        if loss_left <= loss_right:
-            high, right, loss_right = right, left, loss_left
-            left = high - ratio * (high - low)
-            loss_left = loss(left)
-        else:
-            low, left, loss_left = left, right, loss_right
-            right = low + ratio * (high - low)
-            loss_right = loss(right)
+    while high - low > 1e-11:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        loss_left, loss_right = (
+            float(F.cross_entropy(logits / math.exp(point), labels)) + weight * (point - prior) ** 2
+            for point in (left, right)
+        )
+        low, high = (low, right) if loss_left <= loss_right else (left, high)
     return math.exp((low + high) / 2)
 
 
-def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+def expected_calibration_error(logits: Tensor, labels: Tensor, temperature: float) -> float:
     """Return the mean gap between confidence and accuracy over ten bins of confidence.
 
     Args:
-        probabilities: N x classes.
+        logits: N x classes.
         labels: The correct class of each row.
+        temperature: Divides the logits.
     """
-    confidence, predicted = probabilities.max(dim=1)
+    confidence, predicted = (logits / temperature).softmax(dim=1).max(dim=1)
     correct = (predicted == labels).double()
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
     error = 0.0

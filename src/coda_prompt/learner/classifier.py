@@ -22,7 +22,7 @@ from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
 from coda_prompt.learner.lesson import (
     known_accuracies,
-    make_engine,
+    lesson_training,
     make_record,
     make_task,
     open_checkpoints,
@@ -31,6 +31,7 @@ from coda_prompt.learner.lesson import (
 from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
+from coda_prompt.training.engine import Engine
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.snapshot import restored_on_error
 
@@ -153,37 +154,35 @@ class ContinualClassifier(EditableEstimator):
             print(learned.accuracy, learned.forgotten)
             ```
         """
-        if not 0 <= validation < 1:
-            raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad, channels=channels)
-        chosen = self.choose_backbone(images)
-        network = self.network
+        chosen = self.choose_backbone(images) if self.backbone == AUTO else None
+        network, fabric = self.network, self.network.fabric
+        training = network.training
+        if epochs is not None or queries is not None:
+            training = lesson_training(network, {"epochs": epochs, "queries": queries})
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        warnings = self.warnings(images, checked)
-        shown = self.verbose and network.fabric.global_rank == 0
+        warnings = advice.warnings(network, images, checked)
+        shown = self.verbose and fabric.global_rank == 0
         if shown:
-            feedback.LOGGER.info("%s; %s", chosen or network.backbone_name, advice.summary(images))
-            feedback.warn(warnings)
+            feedback.announce(chosen or network.backbone_name, images, warnings)
         known = network.classes
         previous = self._model() if known else None
-        before, after = {}, {}
-        checkpointer = None
+        before, after, checkpointer = {}, {}, None
         bar = feedback.LearnerProgress() if shown and on_event is None else None
+        show = bar.on_event if bar else on_event or (lambda event: None)
+        engine = Engine(network.views, training, fabric=fabric, on_event=show, should_stop=stop)
         with bar or contextlib.nullcontext(), restored_on_error(network.method):
-            engine = make_engine(network, epochs, queries, stop, bar.on_event if bar else on_event)
             if checked is not None:
                 before = known_accuracies(network, checked, known, engine)
             task = make_task(network, images, validation)
             if progress is not None:
-                checkpointer = open_checkpoints(
-                    network, progress, images, engine.training, validation
-                )
+                checkpointer = open_checkpoints(network, progress, images, training, validation)
             engine.learn(network.method, task, checkpointer=checkpointer)
             record = make_record(network, images, task, engine)
             if checked is not None:
                 after = known_accuracies(network, checked, known, engine)
-            record = record.model_copy(update={"watched": watched_accuracy(before, after)})
+                record = record.model_copy(update={"watched": watched_accuracy(before, after)})
         self._checkpointer = checkpointer
         self._replace(previous, [*network.tasks, record])
         return Learned(
@@ -214,21 +213,6 @@ class ContinualClassifier(EditableEstimator):
         if network is None or name != network.backbone_name:
             self._network = self._build(name)
         return reason
-
-    def warnings(self, images: Labelled, checked: Labelled | None = None) -> list[str]:
-        """Return what a person should know before these images are learned."""
-        network, known = self.network, self.network.classes
-        preprocessing = network.views.preprocessing
-        warnings = advice.warnings(
-            images,
-            known,
-            network.backbone_name,
-            preprocessing,
-            balanced=getattr(network.method.config, "balance", False),
-        )
-        if checked is not None and not set(checked.names) & set(known):
-            warnings.append("none of the classes to check is known yet: nothing to forget")
-        return warnings
 
     # -- predicting
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +34,7 @@ def estimate_seconds(network: Network, images: Labelled, epochs: int | None) -> 
         return 0.0
     indices = torch.linspace(0, count - 1, SAMPLES).long().tolist()
     started = time.perf_counter()
-    views = [predictor.preprocess(split.image(index, predictor.min_side)) for index in indices]
+    views = [predictor.view(partial(split.image, index)) for index in indices]
     decoded = time.perf_counter()
     with torch.inference_mode():
         network.backbone.vit(torch.stack(views).to(network.fabric.device))

@@ -22,11 +22,11 @@ from coda_prompt import errors
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.stream import Samples
 from coda_prompt.learner import store
-from coda_prompt.learner.lesson import make_engine
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
+from coda_prompt.training.engine import Engine
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
@@ -164,8 +164,9 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
     with _unchanged_on_error(classifier, previous):
         states = additive_states(classifier)
         samples = Samples(images.split, np.arange(len(labels)), labels)
-        engine = make_engine(classifier.network, None, None, lambda: False, None)
-        features, queries = engine._features_and_queries(classifier.network.method, samples)
+        network = classifier.network
+        engine = Engine(network.views, network.training, fabric=network.fabric)
+        features, queries = engine._features_and_queries(network.method, samples)
         if new:
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)

@@ -41,7 +41,7 @@ def evaluate(network: Network, images: Labelled, on_event: OnEvent | None) -> Ev
         images=len(truth),
         accuracy=float(correct.double().mean()),
         calibration_error=calibration.expected_calibration_error(
-            predictor.calibrated(logits), truth
+            logits, truth, predictor.temperature
         ),
         classes=accuracy_by_class(images, range(len(truth)), correct),
         tasks=tuple(tasks),

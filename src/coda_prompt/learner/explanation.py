@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from coda_prompt import errors
@@ -49,12 +48,12 @@ class Explanation:
         return asdict(self)
 
 
-def explain(network: Network, image: Image.Image) -> Explanation:
+def explain(network: Network, view: Tensor) -> Explanation:
     """Explain the answer for one image.
 
     Args:
         network: The trained network.
-        image: The image.
+        view: The image, as `Predictor.view` returns it.
 
     Raises:
         NotLearned: No class has been learned yet.
@@ -62,7 +61,6 @@ def explain(network: Network, image: Image.Image) -> Explanation:
     if not network.tasks:
         raise errors.NotLearned([], [])
     predictor, method = network.predictor, network.method
-    view = predictor.preprocess(image)
     (probabilities,) = predictor.probabilities([view])
     parameter = next(method.backbone.parameters())
     with torch.inference_mode(), network.fabric.autocast():

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from coda_prompt import console
 from coda_prompt.errors import CodaWarning
+from coda_prompt.learner import advice
 
 if TYPE_CHECKING:
+    from coda_prompt.data.resolve import Labelled
     from coda_prompt.training.settings import Event
 
 LOGGER = logging.getLogger("coda_prompt")
@@ -52,7 +54,8 @@ class LearnerProgress(console.ProgressBar):
             console.print_message(f"{status}: {self._task.percentage:.0f} %{remaining}")
 
 
-def warn(messages: Iterable[str]) -> None:
-    """Warn the caller of `learn` about its images."""
+def announce(backbone: str, images: Labelled, messages: Iterable[str]) -> None:
+    """Log what `learn` is about to learn, and warn its caller about the images."""
+    LOGGER.info("%s; %s", backbone, advice.summary(images))
     for message in messages:
         warnings.warn(message, CodaWarning, stacklevel=3)

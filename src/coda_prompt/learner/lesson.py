@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from coda_prompt.data.stream import Samples, Task
 from coda_prompt.learner import calibration
 from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
 from coda_prompt.learner.network import Network
-from coda_prompt.learner.predictor import OnEvent
 from coda_prompt.learner.results import ClassAccuracy
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
 from coda_prompt.methods.options import make_config
@@ -25,41 +23,28 @@ from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.settings import Training
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
 
 
-def make_engine(
-    network: Network,
-    epochs: int | None,
-    queries: QueryMode | None,
-    stop: Callable[[], bool],
-    on_event: OnEvent | None,
-) -> Engine:
-    """Make the engine of one lesson, whose options replace those of the classifier."""
-    if epochs is not None and network.method.closed_form:
+def lesson_training(network: Network, options: dict[str, Any]) -> Training:
+    """Return the training with options for one lesson only; those that are None change nothing."""
+    if options["epochs"] is not None and network.method.closed_form:
         problem = f"{network.entry.name} has nothing to train; leave it out"
         raise errors.BadOption("learn", "epochs", problem)
-    training, options = network.training, {"epochs": epochs, "queries": queries}
-    if changes := {name: value for name, value in options.items() if value is not None}:
-        values = {**dataclasses.asdict(training), **changes}
-        training = make_config(Training, "the training", values)
-    return Engine(
-        network.views,
-        training,
-        fabric=network.fabric,
-        on_event=on_event or (lambda event: None),
-        should_stop=stop,
-    )
+    changes = {name: value for name, value in options.items() if value is not None}
+    values = {**dataclasses.asdict(network.training), **changes}
+    return make_config(Training, "the training", values)
 
 
 def make_task(network: Network, images: Labelled, validation: float) -> Task:
     """Number the classes as rows of the head and hold out a share of each class."""
+    if not 0 <= validation < 1:
+        raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
     index, known = len(network.tasks), network.classes
     names = [*known, *(name for name in images.names if name not in known)]
-    own = rows(images.names, names).numpy()
+    own = np.array([names.index(name) for name in images.names])
     labels = own[images.split.labels]
     held_out = np.zeros(len(labels), bool)
     # The same for every lesson, so that a lesson holds out the same images in any model.
@@ -126,8 +111,7 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         merged = calibration.merge_temperatures(
             [*fits, (temperature, fitted_on)], network.method.temperature
         )
-        predictor = dataclasses.replace(network.predictor, temperature=merged)
-        error = calibration.expected_calibration_error(predictor.calibrated(logits), labels)
+        error = calibration.expected_calibration_error(logits, labels, merged)
     return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         new=[name for name in images.names if name not in known],

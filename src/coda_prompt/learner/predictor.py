@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -78,13 +79,14 @@ class Predictor:
     """Device and precision. With several processes, all of them must make the same calls: each
     computes its share of a batch, and all receive every result."""
 
-    @property
-    def min_side(self) -> int:
-        """Side length in pixels that suffices; larger JPEG files are decoded at reduced size."""
-        return required_min_side(self.preprocessing, None)
+    def view(self, decode: Callable[[int], Image.Image]) -> Tensor:
+        """Return an image as the backbone expects it, C x H x W.
 
-    def preprocess(self, image: Image.Image) -> Tensor:
-        """Return an image as the backbone expects it, C x H x W."""
+        Args:
+            decode: Given the shorter side in pixels that suffices, returns the image: a larger
+                JPEG file can be decoded at reduced size.
+        """
+        image = decode(required_min_side(self.preprocessing, None))
         return eval_view(image, self.preprocessing, self.resize)
 
     def logits(self, images: Sequence[Tensor]) -> Tensor:
@@ -154,7 +156,7 @@ class Predictor:
         """
         table = torch.zeros(len(indices), self.method.classes_seen, dtype=torch.float64)
         for positions, logits in self._batches(
-            lambda position: split.image(int(indices[position]), self.min_side),
+            lambda position, side: split.image(int(indices[position]), side),
             len(indices),
             None,
             on_event,
@@ -189,14 +191,14 @@ class Predictor:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
         """
         for indices, logits in self._batches(
-            lambda index: as_image(images[index], self.min_side), len(images), on_bad, on_event
+            lambda index, side: as_image(images[index], side), len(images), on_bad, on_event
         ):
             for index, row in zip(indices, self.calibrated(logits), strict=True):
                 yield index, self.rank(row, top, unknown_below)
 
     def _batches(
         self,
-        read: Callable[[int], Image.Image],
+        read: Callable[[int, int], Image.Image],
         count: int,
         on_bad: Callable[[BadImage], None] | None,
         on_event: OnEvent | None,
@@ -207,7 +209,7 @@ class Predictor:
             views, readable, bad = [], [], []
             for index in range(start, end):
                 try:
-                    views.append(self.preprocess(read(index)))
+                    views.append(self.view(partial(read, index)))
                     readable.append(index)
                 except BadImage as problem:
                     bad.append(problem)

@@ -82,7 +82,8 @@ class SavedEstimator(Estimator):
     ) -> None:
         """Record that what is learned now is a new version that replaces `previous`."""
         network = self.network
-        number = self._history.next_number(network.number)
+        others = (*self._history.before, *self._history.after)
+        number = max([network.number, *(each.number for each in others)]) + 1
         if previous is not None:
             self._history.replaced(previous)
         network.number, self._saved = number, None

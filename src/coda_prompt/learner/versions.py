@@ -55,10 +55,6 @@ class History:
         self.before = [*self.before, current][-KEPT:]
         self.after = []
 
-    def next_number(self, current: int) -> int:
-        """Return a number for a new version."""
-        return max([current, *(each.number for each in (*self.before, *self.after))]) + 1
-
     def go_to(self, number: int, current: Model) -> Model | None:
         """Return the version to restore instead of the current one; None if there is none."""
         everything = [*self.before, current, *self.after]

@@ -341,9 +341,6 @@ class TrainedMethod(Method):
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(super().parameter_count().body, self.head.weight.frozen.numel())
 
-    def _masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        return self.head.masked_loss(features, labels)
-
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class PromptConfig(MethodConfig):
@@ -406,7 +403,7 @@ class PromptMethod(TrainedMethod):
         assert batch.queries is not None
         prefixes, total = self.training_prefixes(batch.queries)
         features = self.backbone.features(batch.images, prefixes)
-        return Loss(self._masked_loss(features, batch.labels), total, self.penalty())
+        return Loss(self.head.masked_loss(features, batch.labels), total, self.penalty())
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -118,30 +118,22 @@ class CodaPrompt(PromptMethod):
     variants = MappingProxyType({"coda-p": {}, "coda-p-s": {"components": 20, "length": 4}})
     config: CodaConfig
 
-    def prefixes(self, queries: Tensor) -> Prefixes:
-        prompts = self.prompts(queries)
-        if prompts is None:
-            return {}
-        keys, values = prompts.chunk(2, dim=2)  # each blocks x B x L/2 x D
-        return dict(zip(self.blocks, zip(keys, values, strict=True), strict=True))
-
-    def prompts(self, queries: Tensor, blocks: slice = slice(None)) -> Tensor | None:
-        """p = sum_m alpha_m P_m (eq. 3), over frozen and open components; None without any.
+    def prefixes(self, queries: Tensor, blocks: slice = slice(None)) -> Prefixes:
+        """The halves of p = sum_m alpha_m P_m (eq. 3), over frozen and open components.
 
         Args:
             queries: B x D.
             blocks: Positions among the prompted blocks; default: all of them.
-
-        Returns:
-            Blocks x B x L x D.
         """
         sums = [  # blocks x B x LD
             component_weights(queries, products) @ components.flatten(2)
             for products, components in self.components_of(blocks)
         ]
         if not sums:
-            return None
-        return sum(sums[1:], sums[0]).unflatten(2, (self.config.length, -1))
+            return {}
+        prompts = sum(sums[1:], sums[0]).unflatten(2, (self.config.length, -1))
+        keys, values = prompts.chunk(2, dim=2)  # each blocks x B x L/2 x D
+        return dict(zip(self.blocks[blocks], zip(keys, values, strict=True), strict=True))
 
     def components_of(self, blocks: slice = slice(None)) -> list[tuple[KeyProducts, Tensor]]:
         """The key products of some blocks and their components: of frozen rows, of open rows."""

@@ -62,7 +62,7 @@ class FineTuningMasked(WholeNetwork):
     trains_all_rows = False
 
     def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
-        return self._masked_loss(features, labels)
+        return self.head.masked_loss(features, labels)
 
 
 class UpperBound(WholeNetwork):

@@ -139,7 +139,7 @@ class HiDePrompt(AlignedPrompts):
         if batch.images is None:
             return super().loss(batch)
         features = self.backbone.features(batch.images, self.as_prefixes(self.mixed_prompt()))
-        per_image = self._masked_loss(features, batch.labels)
+        per_image = self.head.masked_loss(features, batch.labels)
         return Loss.of(per_image + self.config.contrast * self.contrastive_loss(features))
 
     def contrastive_loss(self, features: Tensor) -> Tensor:

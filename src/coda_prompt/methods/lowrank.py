@@ -110,7 +110,7 @@ class LowRankMethod(TrainedMethod):
 
     def loss(self, batch: TrainingBatch) -> Loss:
         assert batch.images is not None
-        return Loss.of(self._masked_loss(self.features(batch.images, None), batch.labels))
+        return Loss.of(self.head.masked_loss(self.features(batch.images, None), batch.labels))
 
 
 def check_rank(owner: str, rank: int, width: int) -> None:

@@ -60,7 +60,7 @@ class OSPrompt(CodaPrompt):
         entering: dict[int, Tensor] = {}
         edits = self._edits(entering.__setitem__)
         features = self.backbone.features(batch.images, edits)
-        per_image = self._masked_loss(features, batch.labels)
+        per_image = self.head.masked_loss(features, batch.labels)
         if self.config.reference != "none" and entering:
             reference = self.queries(batch.images)  # r, without a gradient
             differences = [
@@ -84,10 +84,8 @@ class OSPrompt(CodaPrompt):
         """p_l = sum_m cos(q_l, K_m) P_m with q_l = x_l[class]."""
         query = tokens[:, 0]
         seen(position, query)
-        prompts = self.prompts(query, slice(position, position + 1))
-        assert prompts is not None
-        keys, values = prompts[0].chunk(2, dim=1)
-        return keys, values
+        (prefix,) = self.prefixes(query, slice(position, position + 1)).values()
+        return prefix
 
     def _difference(self, position: int, query: Tensor, reference: Tensor) -> Tensor:
         """L_l of each image: |softmax(cos(q_l, K)) - softmax(cos(r, K))|^2, or MSE(q_l, r)."""

@@ -98,7 +98,7 @@ class SLCA(WholeNetwork):
         return Loss.of(self.alignment_loss(self.aligned(batch.features), batch.labels))
 
     def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
-        return self._masked_loss(features, labels)
+        return self.head.masked_loss(features, labels)
 
     def alignment_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """CE(z / (tau * mean_i |z_i|), y), z_i being the logits of the classes of task i."""

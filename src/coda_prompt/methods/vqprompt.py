@@ -117,7 +117,7 @@ class VQPrompt(AlignedPrompts):
         mixture, nearest = self.quantised(batch.queries)
         features = self.backbone.features(batch.images, self.straight_through(mixture, nearest))
         quantisation = self.quantisation_loss(mixture, nearest).sum(0)
-        return Loss.of(self._masked_loss(features, batch.labels) + quantisation)
+        return Loss.of(self.head.masked_loss(features, batch.labels) + quantisation)
 
     def quantisation_loss(self, mixture: Tensor, nearest: Tensor) -> Tensor:
         """w_p MSE(p, sg P*) + w_P MSE(P*, sg p), blocks x B."""

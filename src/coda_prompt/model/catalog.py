@@ -38,7 +38,6 @@ __all__ = [
     "Backbone",
     "LoadedBackbone",
     "convert_checkpoint",
-    "is_embedded",
     "load_backbone",
     "load_weights",
     "parse_backbone",
@@ -179,12 +178,6 @@ def parse_backbone(text: str) -> tuple[Backbone | None, int | None, Path | None]
         problem = f"'{text}' is none of NAME, NAME@SIZE, NAME=PATH and PATH"
         raise BadOption("the backbone", "name", problem)
     return CATALOG[name], int(size) if at else None, Path(path) if equals else None
-
-
-def is_embedded(name: str) -> bool:
-    """Return whether the weights of a named backbone are part of this installation."""
-    with _embedded_file(CATALOG[name]) as path:
-        return path.is_file()
 
 
 def load_backbone(

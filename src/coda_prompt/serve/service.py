@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,13 +150,12 @@ class Service:
     def explain(self, content: bytes) -> tuple[Version, Explanation]:
         """Return how the answer for an image file comes about, and the version that answers."""
         version = self.current
-        image = decode_image(content, "the image", version.predictor.min_side)
-        return version, explain(version.classifier.network, image)
+        view = version.predictor.view(partial(decode_image, content, "the image"))
+        return version, explain(version.classifier.network, view)
 
     def preprocess(self, content: bytes, name: str) -> Tensor:
         """Decode an image file and return it as the backbone expects it."""
-        predictor = self.current.predictor
-        return predictor.preprocess(decode_image(content, name, predictor.min_side))
+        return self.current.predictor.view(partial(decode_image, content, name))
 
     def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current

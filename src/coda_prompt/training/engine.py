@@ -152,8 +152,7 @@ class Engine(Passes):
         if method.in_task:
             raise errors.UnfinishedTask(method.name)
         self._place(method)
-        index = len(method.task_sizes)
-        classes = tuple(sorted(task.classes))
+        index, classes = len(method.task_sizes), tuple(sorted(task.classes))
         labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
         if invalid := sorted(set(labels.tolist()) - set(classes)):
             raise errors.InvalidLabels(

@@ -81,11 +81,11 @@ class _BatchReader(Dataset[Any]):
     dtype: torch.dtype
 
     def __getitem__(self, positions: list[int]) -> Batch | _ReadError:
-        preprocessing, images = self.views.preprocessing, []
+        samples, preprocessing, images = self.samples, self.views.preprocessing, []
         min_side = required_min_side(preprocessing, self.augmentation)
         try:
             for position in positions:
-                image = self.samples.image(position, min_side)
+                image = samples.split.image(int(samples.indices[position]), min_side)
                 if self.augmentation is None:
                     images.append(eval_view(image, preprocessing, self.views.resize))
                 else:
@@ -98,7 +98,7 @@ class _BatchReader(Dataset[Any]):
         if not images:  # the batch is smaller than the number of processes
             empty = torch.zeros(0, preprocessing.channels, preprocessing.size, preprocessing.size)
         stacked = torch.stack(images) if images else empty
-        labels = torch.tensor(self.samples.labels[positions], dtype=torch.int64)
+        labels = torch.tensor(samples.labels[positions], dtype=torch.int64)
         rows = torch.tensor(positions, dtype=torch.int64)
         return Batch(stacked.to(self.dtype), labels, rows, self.view)
 
