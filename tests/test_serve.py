@@ -216,10 +216,11 @@ def test_every_client_sees_the_states_of_a_lesson(model: Path, tmp_path: Path) -
                 if not line:
                     continue
                 states.append(json.loads(line.removeprefix("data: ")))
+                job = states[-1]["job"]
                 if len(states) == 1:
-                    assert states[0]["job"] is None
+                    assert job is None
                     teach(client, *drawings([8], 5))
-                elif states[-1]["job"]["stage"] == "done":
+                elif job is not None and job["stage"] == "done":
                     break
         assert any(state["learning"] for state in states)
         last = states[-1]
@@ -309,6 +310,7 @@ def test_predictions_during_a_lesson_match_the_version_they_name(model_copy: Pat
     bodies = [png(image) for image in tests]
     first = ContinualClassifier.load(model_copy)
     answers: list[tuple[int, dict[str, Any]]] = []
+    refused: list[str] = []
     stop = threading.Event()
     with served(str(model_copy)) as client:
 
@@ -318,25 +320,36 @@ def test_predictions_during_a_lesson_match_the_version_they_name(model_copy: Pat
                 while not stop.is_set():
                     body = [("images", ("a.png", bodies[index % len(bodies)]))]
                     answer = session.post("/v1/predict?top=100", files=body)
-                    assert answer.status_code == 200, answer.text
-                    answers.append((index % len(bodies), answer.json()))
+                    if answer.status_code == 200:
+                        answers.append((index % len(bodies), answer.json()))
+                    else:
+                        refused.append(answer.text)
                     index += 1
+
+        def wait_for_answers(version: str, count: int) -> None:
+            deadline = time.monotonic() + PATIENCE
+            while sum(answer["version"][0] == version for _, answer in answers) < count:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
         threads = [threading.Thread(target=send_requests, args=(start,)) for start in range(4)]
         for thread in threads:
             thread.start()
-        job = wait_for_job(client, teach(client, *drawings([8, 9], 8)))
-        time.sleep(0.3)
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert job["state"] == "done", job
+        try:
+            wait_for_answers("1", 10)
+            job = wait_for_job(client, teach(client, *drawings([8, 9], 8)))
+            assert job["state"] == "done", job
+            wait_for_answers("2", 40)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert refused == []
     second = ContinualClassifier.load(model_copy)
     expected = {}
     for version, classifier in (("1", first), ("2", second)):
         expected[version] = (classifier.classes_, classifier.predict_proba(tests))
-    assert {answer["version"][0] for _, answer in answers} == {"1", "2"}, "before and after"
-    assert len(answers) > 50
+    assert {answer["version"][0] for _, answer in answers} == {"1", "2"}
     for index, answer in answers:
         classes, probabilities = expected[answer["version"][0]]
         given = {each["label"]: each["probability"] for each in answer["predictions"][0]["top"]}

@@ -66,8 +66,7 @@ class LearningProcess:
         """
         async with self._lock:
             try:
-                process = await self._started()
-                async for message in self._exchange(process, examples):
+                async for message in self._retried(examples):
                     yield message
             except (GeneratorExit, asyncio.CancelledError):
                 await self._kill()
@@ -109,6 +108,19 @@ class LearningProcess:
             async for _ in self._lines(process):
                 pass
         return self._process
+
+    async def _retried(self, examples: list[Example]) -> AsyncIterator[dict[str, Any]]:
+        """Run a lesson; start again if the process had died before it, which shows only now."""
+        begun = False
+        try:
+            async for message in self._exchange(await self._started(), examples):
+                begun = True
+                yield message
+        except LearningProcessDied:
+            if begun:
+                raise
+            async for message in self._exchange(await self._started(), examples):
+                yield message
 
     async def _exchange(
         self, process: Process, examples: list[Example]

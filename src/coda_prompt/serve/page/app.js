@@ -73,8 +73,9 @@ element("lesson").onsubmit = showErrors(async (event) => {
   event.preventDefault();
   const name = lesson.className();
   if (lesson.addPending(name)) return;
-  lesson.add(name, await currentImage());
-  if (forDrawings()) { drawing.clear(); prediction.clear(); }
+  const image = currentImage();
+  if (!drawing.isEmpty()) { drawing.clear(); prediction.clear(); } // before the next stroke begins
+  lesson.add(name, await image);
 });
 
 const addFiles = showErrors(async (files) => {

@@ -55,18 +55,22 @@ export function frame() {
 
 // Calls `onFrame` with one frame after the other while the button is held, by pointer or keyboard.
 export function recordWhileHeld(button, onFrame, canRecord) {
-  let held = false;
+  let held = false, recording = false;
+  const setRecording = (value) => { recording = value; button.classList.toggle("recording", value); };
   const press = async () => {
-    if (held || !canRecord()) return;
-    held = true;
-    button.classList.add("recording");
-    while (held && isOn()) {
-      onFrame(await frame());
-      await new Promise((resolve) => setTimeout(resolve, BURST_INTERVAL));
+    held = canRecord();
+    if (!held || recording) return;
+    setRecording(true);
+    try {
+      while (held && isOn()) {
+        onFrame(await frame());
+        await new Promise((resolve) => setTimeout(resolve, BURST_INTERVAL));
+      }
+    } finally {
+      setRecording(false);
     }
-    release();
   };
-  const release = () => { held = false; button.classList.remove("recording"); };
+  const release = () => { held = false; };
   const isKey = (event) => event.key === " " || event.key === "Enter";
   button.addEventListener("pointerdown", (event) => { button.setPointerCapture(event.pointerId); press(); });
   button.addEventListener("keydown", (event) => { if (isKey(event)) { event.preventDefault(); if (!event.repeat) press(); } });

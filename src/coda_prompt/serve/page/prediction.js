@@ -36,7 +36,7 @@ export function clear() {
 export async function classify(take, moving = false) {
   wanted = { take, moving };
   if (busy || !model) return;
-  busy = true;
+  setBusy(true);
   try {
     while (wanted) {
       const next = wanted, request = ++number;
@@ -49,8 +49,13 @@ export async function classify(take, moving = false) {
   } catch (error) {
     showError(error, classify);
   } finally {
-    busy = false;
+    setBusy(false);
   }
+}
+
+function setBusy(value) {
+  busy = value;
+  element("prediction").setAttribute("aria-busy", `${busy}`);
 }
 
 async function ask(image) {
