@@ -27,6 +27,8 @@ from coda_prompt.training.settings import Training
 MAX_PROJECTION = 2048
 """Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
 POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
+PHOTO_TRAINING = {"micro_batch": 16}
+"""Of `photo` on CPUs: larger passes are not faster there, and memory grows with them."""
 POCKET_AUGMENTATION = Augmentation(scale=(0.6, 1.0), ratio=(0.8, 1.25), flip=0.5)
 
 
@@ -63,16 +65,17 @@ class Network:
         options = removable_options(entry.type, options)
         if "width" in entry.type.Config.__dataclass_fields__:
             width = min(MAX_PROJECTION, 16 * self.backbone.vit.config.width)
-            defaults = {"ridge": "relative"} if entry.type.closed_form else {}
-            options = {"width": width, "blend": True, "balance": True, **defaults, **options}
+            ridge = {"ridge": "relative"} if entry.type.closed_form else {}
+            options = {"width": width, "blend": True, "balance": True, **ridge, **options}
         config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
         self.method.eval()
         pocket = self.backbone_name == "pocket"
-        self.training = make_config(
-            Training, "the training", {**(POCKET_TRAINING if pocket else {}), **training}
-        )
+        defaults: Mapping[str, Any] = POCKET_TRAINING if pocket else {}
+        if self.backbone_name.partition("@")[0] == "photo" and fabric.device.type == "cpu":
+            defaults = PHOTO_TRAINING
+        self.training = make_config(Training, "the training", {**defaults, **training})
         self.views = (
             Views(self.backbone.preprocessing, POCKET_AUGMENTATION, "squash")
             if pocket

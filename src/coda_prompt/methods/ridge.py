@@ -155,7 +155,7 @@ class RandomRidge(RandomFeatures):
             if self.blend:
                 hidden = torch.where(is_shared, hidden, means[chunk_labels])
             if gram is not None:
-                gram = gram + hidden.T @ hidden
+                gram += hidden.T @ hidden
             elif self.factors is not None:
                 self.factors.add(hidden, int(labels[0]))
         if gram is not None:
@@ -165,31 +165,44 @@ class RandomRidge(RandomFeatures):
 
     def solve(self) -> None:
         """Solve the regression from the sums."""
-        # On the CPU, because not every accelerator supports float64.
-        gram = self._unpacked() if self.factors is None else self.factors.total()
-        gram, targets = gram.cpu().double(), self.sums.frozen.cpu().double()
-        damped, ridge = gram.clone(), self._effective_ridge(float(gram.trace()))
+        # On the CPU, because not every accelerator supports float64. One matrix (34 MB with 2,048
+        # random features) is overwritten again and again; LAPACK copies it unless it is transposed.
+        if self.factors is None:
+            gram = self._unpacked(torch.float64, "cpu")
+        else:
+            gram = self.factors.total().cpu().double()
+        targets = self.sums.frozen.cpu().double()
+        ridge = self._effective_ridge(float(gram.trace()))
         if self.balance:
-            damped, targets, ridge = self._balanced(damped, targets, ridge)
-        damped.diagonal().add_(ridge)
-        factor = torch.linalg.cholesky(damped)
-        solved = torch.cholesky_solve(targets, factor)
+            targets, ridge = self._balance(gram, targets, ridge)
+        gram.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky(gram.mT, out=gram.mT)
+        halfway = torch.linalg.solve_triangular(factor, targets, upper=False)
+        solved = torch.linalg.solve_triangular(factor.mT, halfway, upper=True)
         if self.balance and self.fixed_ridge == "relative":
-            solved = solved * self._compensation(gram, targets, solved, factor)
+            inverse = torch.cholesky_inverse(factor, out=factor)
+            damping = ridge * float(inverse.trace())
+            solved = solved * self._compensation(targets, solved, damping)
         self.weight.frozen = solved.to(self.weight.frozen).contiguous()
 
-    def _compensation(self, gram: Tensor, means: Tensor, solved: Tensor, factor: Tensor) -> Tensor:
+    def _compensation(self, means: Tensor, solved: Tensor, damping: float) -> Tensor:
         """Compute by how much a class with few images scores too low, one factor for each class.
 
         A mean of n images is m + e with covariance S / n of e. With q = m^T A^-1 m (A without the
         class) new images score q / (1 + q + tr(A^-1 S) / n) on average, because the regression
         also fits e; with many images it would be q / (1 + q).
+
+        Args:
+            means: Of each class, projected x classes.
+            solved: A^-1 times the means.
+            damping: r tr(A^-1). With A = S + means means^T + r I, tr(A^-1 S) follows from it.
         """
         counts = self.counts.frozen.cpu().double()
+        average = float(counts[counts > 0].mean())
         freedom = float((counts - 1).clamp(min=0).sum())
-        scatter = gram - (means * counts) @ means.T
-        spread = float((torch.cholesky_inverse(factor) * scatter).sum()) / max(1.0, freedom)
-        own = (solved * means).sum(dim=0).clamp(max=MAX_OWN_SCORE)
+        own = (solved * means).sum(dim=0)
+        spread = average * (len(means) - float(own.sum()) - damping) / max(1.0, freedom)
+        own = own.clamp(max=MAX_OWN_SCORE)
         fitted = own / (1 - own)
         noise = max(0.0, spread) / counts.clamp(min=1)
         expected = (fitted - noise).maximum(MIN_SIGNAL * fitted)
@@ -200,7 +213,7 @@ class RandomRidge(RandomFeatures):
             self.factors.drop_classes(rows)
         else:
             sums, counts = self.sums.frozen.T.double(), self.counts.frozen
-            self._pack(without_classes(self._unpacked().double(), sums, counts, rows))
+            self._pack(without_classes(self._unpacked(torch.float64), sums, counts, rows))
         kept = other_rows(self.classes, rows)
         for bank in (self.sums, self.weight, self.counts):
             bank.keep(kept)
@@ -272,18 +285,21 @@ class RandomRidge(RandomFeatures):
             largest = largest.maximum(image_weight.amax(dim=0))
         return sums, largest <= MAX_IMAGE_SHARE * total
 
-    def _balanced(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, Tensor, float]:
-        """Reweight the sums as if all classes had the same number of images.
+    def _balance(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, float]:
+        """Reweight the sums as if all classes had the same number of images; overwrites `gram`.
 
         Each class contributes its own mean; the scatter around the means is pooled over classes.
         All results are divided by the average class size, which does not change the solution. With
         classes of equal size the solution is the same as without balancing.
+
+        Returns:
+            The class means and the ridge.
         """
         counts = self.counts.frozen.cpu().double()
         average = float(counts[counts > 0].mean())
         means = sums / counts.clamp(min=1)
-        scatter = gram - (means * counts) @ means.T
-        return scatter / average + means @ means.T, means, ridge / average
+        gram.addmm_(means * counts, means.T, alpha=-1).div_(average).addmm_(means, means.T)
+        return means, ridge / average
 
     def _effective_ridge(self, trace: float) -> float:
         """Return the configured or selected ridge, or one in proportion to the trace."""
@@ -301,15 +317,18 @@ class RandomRidge(RandomFeatures):
         """Store the upper triangle of the Gram matrix."""
         self.gram = torch.cat([row[index:] for index, row in enumerate(gram)]).to(self.gram)
 
-    def _unpacked(self) -> Tensor:
+    def _unpacked(
+        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
         """Return the full Gram matrix, projected x projected."""
-        gram = self.gram.new_zeros(self.projected, self.projected)
+        shape = (self.projected, self.projected)
+        gram = self.gram.new_empty(shape, dtype=dtype, device=device)
         start = 0
         for row in range(self.projected):
             count = self.projected - row
-            gram[row, row:] = self.gram[start : start + count]
+            gram[row, row:] = gram[row:, row] = self.gram[start : start + count]
             start += count
-        return gram + gram.triu(1).T
+        return gram
 
     def _select_ridge(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Choose the ridge by its squared errors on validation images of all tasks so far.
