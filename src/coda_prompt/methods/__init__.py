@@ -20,6 +20,7 @@ from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
+from coda_prompt.methods.deep_ranpac import CodaDeepRanPAC, DeepRanPAC
 from coda_prompt.methods.dualprompt import DualPrompt
 from coda_prompt.methods.ease import EASE
 from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
@@ -69,6 +70,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             RanPAC,
             StreamingLDA,
             CodaRanPAC,
+            DeepRanPAC,
+            CodaDeepRanPAC,
             SDLoRA,
             InfLoRA,
             OSPrompt,

@@ -82,11 +82,18 @@ class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
 
     def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
         super().__init__(backbone, config)
-        features = backbone.config.width
-        width = config.width or default_projected(features)
+        width = config.width or default_projected(backbone.config.width)
         self.statistics = RandomRidge(
-            features, width, config.ridge, blend=config.blend, balance=config.balance
+            self.feature_width(),
+            width,
+            config.ridge,
+            blend=config.blend,
+            balance=config.balance,
         )
+
+    def feature_width(self) -> int:
+        """The number of features of an image."""
+        return self.vit_config.width
 
     def statistics_parts(self) -> Sequence[AdditiveState]:
         return (self.statistics,)

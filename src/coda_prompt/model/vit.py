@@ -287,6 +287,30 @@ class ViT(nn.Module):
 
     forward = features
 
+    def pooled_features(self, images: Images, last: int, edits: Edits | None = None) -> Tensor:
+        """The final-norm class token and mean patch token after each of the last blocks.
+
+        Args:
+            images: Images, or an opening of a block before them.
+            last: The number of blocks.
+            edits: What methods change in blocks.
+
+        Returns:
+            B x (2 * last * D).
+        """
+        if isinstance(images, Opening):
+            first, tokens, projected = images.block, images.tokens, images.projected
+        else:
+            first, tokens, projected = 0, self.embed(images), None
+        pooled = []
+        for index in range(first, len(self.blocks)):
+            tokens = self.run(tokens, [index], edits, projected=projected, class_only=False)
+            projected = None
+            if index >= len(self.blocks) - last:
+                normed = self.norm(tokens)
+                pooled += [normed[:, 0], normed[:, 1 + self.config.registers :].mean(dim=1)]
+        return torch.cat(pooled, dim=1)
+
     def embed(self, images: Tensor) -> Tensor:
         """The tokens that enter the first block (class, registers, patches), B x tokens x D."""
         tokens = self.patch_embed(images)
@@ -308,6 +332,7 @@ class ViT(nn.Module):
         edits: Edits | None = None,
         *,
         projected: tuple[Tensor, Tensor, Tensor] | None = None,
+        class_only: bool = True,
     ) -> Tensor:
         """Run tokens through some blocks.
 
@@ -316,15 +341,17 @@ class ViT(nn.Module):
             blocks: Indices of the blocks; None: all.
             edits: What methods change in blocks.
             projected: What `project` of the first of the blocks returns for these tokens.
+            class_only: In the last block of the ViT, compute the class token alone.
 
         Returns:
-            The tokens after these blocks; after the last block of the ViT the class token alone.
+            The tokens after these blocks.
         """
         for index in range(len(self.blocks)) if blocks is None else blocks:
             edit = edits.get(index, NO_EDITS) if edits else NO_EDITS
             if not isinstance(edit, BlockEdits):
                 edit = BlockEdits(edit)
-            arguments = (tokens, edit, index == len(self.blocks) - 1, projected)
+            last = class_only and index == len(self.blocks) - 1
+            arguments = (tokens, edit, last, projected)
             if self.recompute and torch.is_grad_enabled():
                 tokens = checkpoint(self.blocks[index], *arguments, use_reentrant=False)
             else:

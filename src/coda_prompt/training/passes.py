@@ -118,7 +118,8 @@ class Passes:
             return torch.cat([method.features(images, queries), queries], dim=1)
 
         table = self._table(samples, both, method)
-        features, queries = table.split(method.vit_config.width, dim=1)
+        width = method.vit_config.width
+        features, queries = table.split([table.shape[1] - width, width], dim=1)
         return features.contiguous(), queries.contiguous()
 
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
