@@ -221,7 +221,6 @@ def network(known: list[str], backbone: str = "pocket") -> Network:
         ({"Cat": 9, "dog": 9}, ["cat"], "'cat' and 'Cat'"),
         ({"alarm clock": 9, "alarm_clocks": 9}, [], "'alarm clock' and 'alarm_clocks'"),
         ({"cat": 9}, [], "the only class"),
-        ({"cat": 9, "unknown": 9}, [], "--unknown-below"),
     ],
 )
 def test_warnings(counts: dict[str, int], known: list[str], words: str) -> None:

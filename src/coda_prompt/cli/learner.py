@@ -17,7 +17,7 @@ from coda_prompt.preprocessing import input_kind
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
-    from coda_prompt.learner.results import Learned
+    from coda_prompt.learner.results import Evaluation, Learned
     from coda_prompt.training.devices import Devices
 
 app = typer.Typer()
@@ -98,11 +98,17 @@ def learn(
             store.end_lesson(model)  # from now on, the same command is a new lesson
 
 
-@app.command(epilog="Example: `coda evaluate my-model test-photos/`")
+@app.command(
+    epilog="Examples: `coda evaluate my-model test-photos/ --picture confusion.png`; "
+    "`coda evaluate my-model test-photos/ --unknown-folder other-photos/`"
+)
 @options.with_options(output=options.output_options)
 def evaluate(
     model: options.Model,
     folder: options.Folder,
+    unknown_folder: options.UnknownFolder = None,
+    unknown_rate: options.UnknownRate = 0.05,
+    picture: options.Picture = None,
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     device: options.Device = "auto",
@@ -111,19 +117,35 @@ def evaluate(
     *,
     output: console.Output,
 ) -> None:
-    """Measure the accuracy of a model: overall, per class and per task."""
-    from coda_prompt.learner.card import percent
+    """Measure the accuracy of a model: overall, per class and per task; list its confusions."""
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.confusion import check_picture, draw_confusion
     from coda_prompt.learner.feedback import LearnerProgress
 
+    if picture is not None:
+        check_picture(picture)
     classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
     with LearnerProgress(output.quiet) as progress:
-        evaluation = classifier.evaluate(folder, skip_bad=skip_bad, on_event=progress.on_event)
+        evaluation = classifier.evaluate(
+            folder,
+            unknown=unknown_folder,
+            unknown_rate=unknown_rate,
+            skip_bad=skip_bad,
+            on_event=progress.on_event,
+        )
+    if picture is not None:
+        draw_confusion(evaluation.confusion, picture)
     for problem in evaluation.left_out:
         output.message(f"left out: {problem}")
     if as_json:
         console.print_json(dataclasses.asdict(evaluation))
-        return
+    else:
+        _print_evaluation(evaluation, classifier)
+
+
+def _print_evaluation(evaluation: "Evaluation", classifier: "ContinualClassifier") -> None:
+    from coda_prompt.learner.card import percent
+
     weakest = sorted(evaluation.classes.items(), key=lambda item: item[1].accuracy)
     classes = [[name, each.images, percent(each.accuracy)] for name, each in weakest]
     stdout = console.stdout_console()
@@ -135,10 +157,25 @@ def evaluate(
         tasks.append([task.number, join_names(task.classes, 6), task.images, *shares])
     heads = ["task", "classes", "images", "accuracy", "among own classes", "when learned"]
     stdout.print(console.table(heads, tasks, "Accuracy by task"))
+    if evaluation.confused:
+        confused = [
+            [each.true, each.predicted, each.images, percent(each.share)]
+            for each in evaluation.confused
+        ]
+        heads = ["class", "predicted as", "images", "of the class"]
+        stdout.print(console.table(heads, confused, "Most confused classes"))
     stdout.print(
         f"{evaluation.images} images: {percent(evaluation.accuracy)} correct; "
         f"expected calibration error {percent(evaluation.calibration_error)}"
     )
+    if (unknown := evaluation.unknown) is not None:
+        stdout.print(
+            f"{unknown.images} images of unknown classes: AUROC {unknown.auroc:.3f}; "
+            f"{percent(unknown.false_positive_rate)} of them accepted if 95 % of the known images "
+            f"are; --unknown auto at a rate of {percent(unknown.rate)} rejects "
+            f"{percent(unknown.rejected_known)} of the known and "
+            f"{percent(unknown.rejected_unknown)} of the unknown images"
+        )
 
 
 @app.command(epilog="Example: `coda info my-model`")
@@ -267,6 +304,7 @@ def _print_learned(
             f"{len(classifier.classes_)} classes, {percent(learned.accuracy_own)} among its own; "
             f"calibration error {percent(learned.calibration_error)}"
         )
+    lines += [f"hint: {hint}" for hint in learned.hints]
     for name, (before, after) in learned.forgotten.items():
         if after != before:
             lines.append(f"{name}: {percent(before)} -> {percent(after)}")

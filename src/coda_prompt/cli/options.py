@@ -181,6 +181,27 @@ Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes t
 UnknownBelow = Annotated[
     float, typer.Option(min=0, max=1, help="Unknown if the most probable class is below this.")
 ]
+Unknown = Annotated[
+    Literal["auto"] | None,
+    typer.Option(help="auto: unknown if the image is not typical of the learned classes."),
+]
+UnknownRate = Annotated[
+    float,
+    typer.Option(
+        help="Share of images of learned classes that `--unknown auto` may reject by mistake, "
+        "between 0 and 1."
+    ),
+]
+UnknownFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with images of classes the model does not know: report how well they are told "
+        "apart from those it knows."
+    ),
+]
+Picture = Annotated[
+    Path | None, typer.Option(help="Write the confusion matrix as a picture to this .png file.")
+]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")]
 Benchmark = Annotated[
     str, typer.Argument(help="A preset, a YAML file, or the benchmark.json of an earlier run.")

@@ -24,7 +24,7 @@ Row = tuple[str, "Prediction"]
 @app.command(
     epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
     "`find . -name '*.jpg' | coda predict my-model - --csv`; "
-    "`coda predict my-model *.png --top 3 --unknown-below 0.5`; "
+    "`coda predict my-model *.png --top 3 --unknown auto`; "
     "`coda predict my-model --watch inbox/ --json`; `coda predict my-model --camera 0`"
 )
 @options.with_options(output=options.output_options)
@@ -32,6 +32,8 @@ def predict(
     model: options.Model,
     images: options.Images = None,
     top: options.Top = 5,
+    unknown: options.Unknown = None,
+    unknown_rate: options.UnknownRate = 0.05,
     unknown_below: options.UnknownBelow = 0.0,
     watch: options.WatchFolder = None,
     camera: options.Camera = None,
@@ -52,14 +54,16 @@ def predict(
     """
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.feedback import LearnerProgress
+    from coda_prompt.learner.unknown import UnknownRule
 
+    rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
     if sum((bool(images), watch is not None, camera is not None)) > 1:
         problem = "name images, or use --watch or --camera; not several of them"
         raise BadOption("coda predict", "images", problem)
     classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
-    answer: dict[str, Any] = {"top": top, "unknown_below": unknown_below}
+    answer: dict[str, Any] = {"top": top, "rule": rule}
     if watch is not None or camera is not None:
         rows = _live_rows(classifier.predictor, watch, camera, every, answer, output)
         _print_lines(rows, as_json, as_csv)

@@ -113,6 +113,17 @@ class Labelled:
             Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)) for image in images
         ]
 
+    @cached_property
+    def files_fingerprint(self) -> str | None:
+        """Hash of the files' names, sizes and labels; None if the images are no files."""
+        return self.split.fingerprint() if isinstance(self.split, FileSplit) else None
+
+    def name(self, index: int) -> str:
+        """Return the path of an image; its class and number if it is no file."""
+        if isinstance(self.split, FileSplit):
+            return self.split.paths[index]
+        return f"image {index} ({self.names[self.split.labels[index]]})"
+
     def only(self, names: Sequence[str]) -> Labelled:
         """Leave out the classes that are not among `names`, if the split can be divided."""
         others = [name for name in self.names if name not in names]

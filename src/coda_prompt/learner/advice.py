@@ -12,8 +12,6 @@ from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.errors import join_names
 from coda_prompt.learner.network import Network
 
-UNKNOWN = "unknown"
-"""Label that is printed if no class is likely enough."""
 FEW_IMAGES = 5
 IMBALANCE = 10
 MAX_COMPARED_NAMES = 300
@@ -39,6 +37,9 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     balanced = getattr(network.method.config, "balance", False)
     counts = images.counts()
     messages = list(images.remarks)
+    earlier = {task.files: number for number, task in enumerate(network.tasks, 1) if task.files}
+    if earlier and (number := earlier.get(images.files_fingerprint)):
+        messages.append(f"these files were learned before, in task {number}: they count twice")
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
     if few:
         messages.append(
@@ -68,8 +69,6 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     ]
     if len({*known, *counts}) == 1:
         messages.append("this is the only class so far: every image will be assigned to it")
-    if UNKNOWN in counts:
-        messages.append(f"class '{UNKNOWN}' is also what 'coda predict --unknown-below' prints")
     side = float(np.median([min(sample.size) for sample in images.samples]))
     if side < size / 2:
         messages.append(

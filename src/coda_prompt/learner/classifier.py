@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
+from torch import Tensor
 
 from coda_prompt import errors
 from coda_prompt.data.inputs import Channels, image_items
@@ -20,6 +21,7 @@ from coda_prompt.learner.answers import Predictions
 from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
+from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.lesson import (
     known_accuracies,
     lesson_training,
@@ -31,6 +33,7 @@ from coda_prompt.learner.lesson import (
 from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
+from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.snapshot import restored_on_error
@@ -178,11 +181,24 @@ class ContinualClassifier(EditableEstimator):
             task = make_task(network, images, validation)
             if progress is not None:
                 checkpointer = open_checkpoints(network, progress, images, training, validation)
-            engine.learn(network.method, task, checkpointer=checkpointer)
+            seen: list[tuple[Tensor, Tensor]] = []
+            engine.learn(
+                network.method,
+                task,
+                checkpointer=checkpointer,
+                observe=lambda tokens, rows: seen.append((tokens, rows)),
+            )
             record = make_record(network, images, task, engine)
             if checked is not None:
                 after = known_accuracies(network, checked, known, engine)
                 record = record.model_copy(update={"watched": watched_accuracy(before, after)})
+        tokens, labels = seen[0]
+        names, detector = [*known, *record.new], network.detector
+        positions = task.train.indices
+        hints = lesson_hints(tokens, labels, names, detector, lambda at: images.name(positions[at]))
+        if shown and hints:
+            feedback.warn(hints)
+        network.detector = detector and detector.learned(tokens, labels, len(names))
         self._checkpointer = checkpointer
         self._replace(previous, [*network.tasks, record])
         return Learned(
@@ -197,6 +213,7 @@ class ContinualClassifier(EditableEstimator):
             warnings=tuple(warnings),
             left_out=tuple(str(problem) for problem in images.bad),
             forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
+            hints=hints,
             chosen=chosen,
         )
 
@@ -222,6 +239,7 @@ class ContinualClassifier(EditableEstimator):
         *,
         top: int = 5,
         unknown: float | Literal["auto"] | None = None,
+        unknown_rate: float = DEFAULT_RATE,
         channels: Channels = "rgb",
     ) -> Predictions:
         """Classify images; the result prints as a table, plots, and converts to dicts.
@@ -229,21 +247,23 @@ class ContinualClassifier(EditableEstimator):
         Args:
             data: As in `predict`.
             top: Number of classes to name.
-            unknown: An image is unknown if its most likely class is less likely than this.
+            unknown: With `auto`, an image is unknown if it is not typical of the learned classes;
+                with a number, if its most likely class is less likely than this.
+            unknown_rate: The share of images of learned classes that `auto` may reject by mistake.
             channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
 
         Example:
             ```python
-            results = classifier("image.jpg", top=3, unknown=0.5)
+            results = classifier("image.jpg", top=3, unknown="auto")
             print(results)
             results.plot("results.png")
             results.to_dicts()
             ```
         """
-        if unknown == "auto":
-            raise errors.BadOption("the classifier", "unknown", "pass a probability such as 0.5")
+        auto, below = (unknown, 0.0) if isinstance(unknown, str) else (None, unknown or 0.0)
+        rule = UnknownRule.parse(auto, unknown_rate, below)
         images = image_items(data, channels)
-        answers = self.predictor.predict(images, top=top, unknown_below=unknown or 0.0)
+        answers = self.predictor.predict(images, top=top, rule=rule)
         return Predictions(images, [answer for _, answer in answers])
 
     def predict(self, data: Any, *, channels: Channels = "rgb") -> NDArray[np.str_]:
@@ -266,23 +286,35 @@ class ContinualClassifier(EditableEstimator):
         return np.array([prediction.best for _, prediction in predictions], dtype=str)
 
     def predictions(
-        self, data: Any, *, top: int = 5, unknown_below: float = 0.0
+        self,
+        data: Any,
+        *,
+        top: int = 5,
+        unknown: Literal["auto"] | None = None,
+        unknown_rate: float = DEFAULT_RATE,
+        unknown_below: float = 0.0,
     ) -> list[Prediction]:
         """Return the most likely classes of each image with their probabilities.
 
         Args:
             data: One or many paths, PIL images, arrays or tensors.
             top: Number of classes to name.
+            unknown: With `auto`, an image is unknown if it is not typical of the learned classes.
+            unknown_rate: The share of images of learned classes that `auto` may reject by mistake.
             unknown_below: An image is unknown if its most likely class is less likely than this.
+
+        Raises:
+            BadOption: The model was made by an earlier version, or with too few images for `auto`.
 
         Example:
             ```python
-            (prediction,) = classifier.predictions("image.jpg", unknown_below=0.5)
+            (prediction,) = classifier.predictions("image.jpg", unknown="auto")
             print("unknown" if prediction.unknown else prediction.label, prediction.probability)
             ```
         """
         images = image_items(data)
-        predictions = self.predictor.predict(images, top=top, unknown_below=unknown_below)
+        rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
+        predictions = self.predictor.predict(images, top=top, rule=rule)
         return [prediction for _, prediction in predictions]
 
     def predict_proba(self, data: Any) -> NDArray[np.float64]:
@@ -301,6 +333,8 @@ class ContinualClassifier(EditableEstimator):
         data: Any,
         labels: Any = None,
         *,
+        unknown: Any = None,
+        unknown_rate: float = DEFAULT_RATE,
         skip_bad: bool = False,
         on_event: OnEvent | None = None,
     ) -> Evaluation:
@@ -309,18 +343,23 @@ class ContinualClassifier(EditableEstimator):
         Args:
             data: Labelled images, as for `learn`.
             labels: Class names, one for each image.
+            unknown: Images of classes that were not learned, as for `predict`: measure how well
+                they are told apart from `data`.
+            unknown_rate: The share of `data` that may be rejected by mistake.
             skip_bad: Leave out images that cannot be read and classes that were not learned,
                 instead of failing.
             on_event: Called with the progress.
 
         Raises:
             BadImages: Images that cannot be read, without `skip_bad`.
+            BadOption: There are `unknown` images, and the model cannot recognise them.
             NotLearned: The images have classes that were not learned.
         """
         images = labelled(data, labels, part="test", skip_bad=skip_bad)
         if skip_bad and set(images.names) & set(self.classes_):
             images = images.only(self.classes_)
-        return evaluate(self.network, images, on_event)
+        others = None if unknown is None else image_items(unknown)
+        return evaluate(self.network, images, on_event, others, unknown_rate)
 
 
 def load_or_create(

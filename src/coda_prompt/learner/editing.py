@@ -24,7 +24,7 @@ from coda_prompt.data.stream import Samples
 from coda_prompt.learner import store
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.versions import History
-from coda_prompt.methods import Method, TaskBrief
+from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
 from coda_prompt.training.engine import Engine
 
@@ -91,7 +91,8 @@ def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
             "of a lesson, which cannot be told apart afterwards",
             "Undo the lesson and teach it again without them, or use ranpac, slda or ncm.",
         )
-    return [method]
+    detector = classifier.network.detector
+    return [method] if detector is None else [method, detector]
 
 
 def rename(classifier: EditableEstimator, old: str, new: str) -> None:
@@ -164,15 +165,15 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
     with _unchanged_on_error(classifier, previous):
         states = additive_states(classifier)
         samples = Samples(images.split, np.arange(len(labels)), labels)
-        network = classifier.network
+        network, method = classifier.network, classifier.network.method
         engine = Engine(network.views, network.training, fabric=network.fabric)
-        features, queries = engine._features_and_queries(network.method, samples)
+        features, _ = engine._features_and_queries(method, samples)
         if new:
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)
+        tokens, _ = engine._plain_tokens(method, samples)
         for state in states:
-            own = features if isinstance(state, Method) or queries is None else queries
-            state.move_images(own, source, rows)
+            state.move_images(features if state is method else tokens, source, rows)
     tasks = _relabelled(
         classifier.network.tasks, taught_as, counts, new, classifier.network.method.temperature
     )
@@ -209,7 +210,9 @@ def join(classifier: EditableEstimator, others: Sequence[EditableEstimator]) -> 
             tasks = rewritten([*tasks, *other.network.tasks], {})
             names = [name for task in tasks for name in task.new]
             rows = [names.index(name) for name in other.classes_]
-            pairs = zip(additive_states(classifier), additive_states(other), strict=True)
+            if other.network.detector is None:  # made by an earlier version
+                classifier.network.detector = None
+            pairs = zip(additive_states(classifier), additive_states(other), strict=False)
             for state, added in pairs:
                 state.absorb(added, rows)
     edit = _edit(tasks, f"joined {1 + len(others)} models", [])
@@ -250,6 +253,8 @@ def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> l
             elif name not in new and name not in continued:
                 continued.append(name)
         changes = {"new": new, "continued": continued, "images": images}
+        if None in names.values():  # nothing of a class that is left out remains
+            changes["files"] = None
         result.append(task.model_copy(update=changes))
     return result
 

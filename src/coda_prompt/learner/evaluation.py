@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,17 +11,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coda_prompt import errors
-from coda_prompt.data.resolve import Labelled
+from coda_prompt.data.resolve import Labelled, MemorySplit
 from coda_prompt.learner import calibration
+from coda_prompt.learner.confusion import ConfusionMatrix
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import OnEvent
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, TaskAccuracy
+from coda_prompt.learner.separation import separation
+from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
 
 
-def evaluate(network: Network, images: Labelled, on_event: OnEvent | None) -> Evaluation:
+def evaluate(
+    network: Network,
+    images: Labelled,
+    on_event: OnEvent | None,
+    unknown: list[Any] | NDArray[Any] | None = None,
+    unknown_rate: float = DEFAULT_RATE,
+) -> Evaluation:
     """Measure accuracy overall, for each class and for each lesson, among all known classes.
 
+    Args:
+        network: What has been learned.
+        images: Images of known classes.
+        on_event: Called with the progress.
+        unknown: Images of other classes.
+        unknown_rate: The share of `images` that may be rejected by mistake.
+
     Raises:
+        BadOption: There are `unknown` images, and the model cannot recognise them.
         NotLearned: The images have classes that were not learned.
     """
     classes, predictor = network.classes, network.predictor
@@ -28,7 +46,20 @@ def evaluate(network: Network, images: Labelled, on_event: OnEvent | None) -> Ev
     if not_learned:
         raise errors.NotLearned(not_learned if classes else [], classes)
     truth = rows(images.names, classes)[images.split.labels]
-    logits = predictor.split_logits(images.split, range(len(truth)), on_event=on_event)
+    separated = None
+    if unknown is None:
+        logits = predictor.split_logits(images.split, range(len(truth)), on_event=on_event)
+    else:
+        predictor.check(UnknownRule(rate=unknown_rate))
+        others = MemorySplit(unknown, np.zeros(len(unknown), np.int64))
+        logits, known = predictor.split_logits(
+            images.split, range(len(truth)), typicality=True, on_event=on_event
+        ).tensor_split([len(classes)], dim=1)
+        strange = predictor.split_logits(
+            others, range(len(unknown)), typicality=True, on_event=on_event
+        )
+        separated = separation(known[:, 0], strange[:, -1], unknown_rate)
+    matrix = ConfusionMatrix.count(truth, logits.argmax(dim=1), classes)
     tasks = []
     for number, task in enumerate(network.tasks, 1):
         own = rows(task.new, classes)
@@ -45,6 +76,9 @@ def evaluate(network: Network, images: Labelled, on_event: OnEvent | None) -> Ev
         ),
         classes=accuracy_by_class(images, range(len(truth)), correct),
         tasks=tuple(tasks),
+        confusion=matrix,
+        confused=matrix.confused(),
+        unknown=separated,
         left_out=tuple(str(problem) for problem in images.bad),
     )
 

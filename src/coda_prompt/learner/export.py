@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import warnings
@@ -18,22 +19,32 @@ from coda_prompt.learner.predictor import Predictor
 from coda_prompt.storage.files import write_atomically
 
 
-class ProbabilityGraph(nn.Module):
-    """From preprocessed images (B x C x H x W) to probabilities (B x classes)."""
+class PredictionGraph(nn.Module):
+    """From preprocessed images (B x C x H x W) to probabilities (B x classes) and typicality (B).
+
+    A model of an earlier version has no typicality.
+    """
 
     def __init__(self, predictor: Predictor) -> None:
         super().__init__()
         self.method, self.predictor = predictor.method, predictor
+        known = predictor.detector is not None
+        self.scorer = copy.deepcopy(predictor.scorer).float() if known else None
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.predictor.calibrated(self.method.logits(images))
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if self.scorer is None:
+            return (self.predictor.calibrated(self.method.logits(images)),)
+        logits, features = self.predictor.outputs(images)
+        return self.predictor.calibrated(logits), self.scorer(features)
 
 
 def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path) -> None:
-    """Write the predictor's graph with input `images` and output `probabilities`.
+    """Write the predictor's graph: input `images`, outputs `probabilities` and `typicality`.
 
-    `images` are N x C x H x W, normalized; `probabilities` are N x classes. The metadata of the
-    file has the class names (`classes`) and the preprocessing (`pixels`) as JSON.
+    `images` are N x C x H x W, normalized; `probabilities` are N x classes; `typicality` is N: an
+    image is unknown if it is below the share of images of known classes to reject, such as 0.05.
+    The metadata of the file has the class names (`classes`) and the preprocessing (`pixels`) as
+    JSON.
 
     Raises:
         MissingExtra: The packages for ONNX are not installed.
@@ -45,14 +56,15 @@ def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path)
         raise MissingExtra("export to ONNX", "onnx") from error
     size = predictor.preprocessing.size
     example = torch.zeros(2, predictor.preprocessing.channels, size, size)
-    graph = ProbabilityGraph(predictor).eval().to("cpu")
+    graph = PredictionGraph(predictor).eval().to("cpu")
+    outputs = ["probabilities", "typicality"][: 1 if graph.scorer is None else 2]
     with torch.no_grad(), _quiet_exporter():
         graph(example)  # compute lazily created buffers before tracing
         program = torch.onnx.export(
             graph,
             (example,),
             input_names=["images"],
-            output_names=["probabilities"],
+            output_names=outputs,
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             dynamo=True,
             verbose=False,

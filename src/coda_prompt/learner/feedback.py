@@ -54,6 +54,12 @@ class LearnerProgress(console.ProgressBar):
             console.print_message(f"{status}: {self._task.percentage:.0f} %{remaining}")
 
 
+def warn(messages: Iterable[str]) -> None:
+    """Warn the caller of `learn`."""
+    for message in messages:
+        warnings.warn(message, CodaWarning, stacklevel=3)
+
+
 def announce(backbone: str, images: Labelled, messages: Iterable[str]) -> None:
     """Log what `learn` is about to learn, and warn its caller about the images."""
     LOGGER.info("%s; %s", backbone, advice.summary(images))

@@ -123,6 +123,7 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
+        files=images.files_fingerprint,
     )
 
 

@@ -16,7 +16,8 @@ from coda_prompt.data.images import Augmentation
 from coda_prompt.learner import calibration, store
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.store import Description, EditRecord, TaskRecord
-from coda_prompt.methods.additive import removable_options
+from coda_prompt.learner.unknown import PREFIX, UnknownDetector
+from coda_prompt.methods.additive import is_removable, removable_options
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.preprocessing import Preprocessing
@@ -71,6 +72,10 @@ class Network:
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
         self.method.eval()
+        self.detector: UnknownDetector | None = UnknownDetector(
+            self.backbone.vit.config.width, is_removable(self.method)
+        )
+        """Statistics to recognise unknown images; None in models of earlier versions."""
         pocket = self.backbone_name == "pocket"
         defaults: Mapping[str, Any] = POCKET_TRAINING if pocket else {}
         if self.backbone_name.partition("@")[0] == "photo" and fabric.device.type == "cpu":
@@ -103,6 +108,7 @@ class Network:
             self.classes,
             self.temperature,
             self.fabric,
+            self.detector,
         )
 
     def preprocessing(self) -> dict[str, Any]:
@@ -113,6 +119,8 @@ class Network:
     def tensors(self) -> dict[str, Tensor]:
         """Copy everything learned."""
         state = self.method.learned_state()
+        if self.detector is not None:
+            state |= self.detector.state()
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def copied(self) -> Network:
@@ -120,6 +128,7 @@ class Network:
         memo = {id(part): part for part in (self.method.backbone, self.fabric)}
         other = copy.copy(self)
         other.method = copy.deepcopy(self.method, memo)
+        other.detector = copy.deepcopy(self.detector)
         other.number, other.edits = 0, []
         other.set_tasks(list(self.tasks))
         return other
@@ -176,9 +185,18 @@ class Network:
                 raise errors.CorruptFile(
                     path, "it has numbers that cannot be: negative counts, NaN or inf"
                 )
-        self.method.load_learned_state(model.tensors)
+        detector = UnknownDetector(self.method.vit_config.width, is_removable(self.method))
+        statistics = {name for name in model.tensors if name.startswith(PREFIX)}
+        tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics}
+        self.method.load_learned_state(tensors)
         if self.method.classes_seen != len(model.description.classes):
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
+        if statistics and not detector.load(
+            {name: model.tensors[name] for name in statistics}, self.method.classes_seen
+        ):
+            problem = "its statistics of unknown images do not fit its classes and backbone"
+            raise errors.CorruptFile(path, problem)
+        self.detector = detector if statistics else None
         self.number, self.edits = model.number, list(model.description.edits)
         self.held_out_by_lesson = model.description.format < 3
         self.set_tasks(list(model.description.tasks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,15 @@ from torch import Tensor
 from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.data.inputs import as_image
 from coda_prompt.data.sources import Split
-from coda_prompt.errors import BadImage, BadImages, Interrupted
+from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted
+from coda_prompt.learner.unknown import (
+    EVERYTHING_KNOWN,
+    UnknownDetector,
+    UnknownRule,
+    UnknownScorer,
+)
 from coda_prompt.methods import Method
+from coda_prompt.model.vit import Images
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.settings import Event
 
@@ -40,19 +47,23 @@ class Prediction:
     """The classification of one image.
 
     Printed as JSON, here and over HTTP: `{"label": null, "unknown": true, "best": "cat",
-    "probability": 0.31, "top": [{"label": "cat", "probability": 0.31}, ...]}`.
+    "probability": 0.31, "typicality": 0.02, "top": [{"label": "cat", "probability": 0.31}, ...]}`.
     """
 
     label: str | None
-    """The most likely class; None if its probability is below the threshold for unknown."""
+    """The most likely class; None if the image is unknown."""
     unknown: bool
-    """Whether the probability of `best` is below the threshold."""
+    """Whether the image is rejected: as not typical of the learned classes (`auto`), or because the
+    probability of `best` is below a threshold."""
     best: str
     """The most likely class, unknown or not."""
     probability: float
     """Of `best`."""
     top: tuple[Candidate, ...]
     """The most likely classes, in descending order of probability."""
+    typicality: float | None = None
+    """Share of images of the learned classes that look no more typical of them than this image;
+    None unless unknown images are asked for with `auto`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction as plain JSON types."""
@@ -78,6 +89,8 @@ class Predictor:
     fabric: Fabric
     """Device and precision. With several processes, all of them must make the same calls: each
     computes its share of a batch, and all receive every result."""
+    detector: UnknownDetector | None = None
+    """Statistics to recognise unknown images; None in models of earlier versions."""
 
     def view(self, decode: Callable[[int], Image.Image]) -> Tensor:
         """Return an image as the backbone expects it, C x H x W.
@@ -89,8 +102,41 @@ class Predictor:
         image = decode(required_min_side(self.preprocessing, None))
         return eval_view(image, self.preprocessing, self.resize)
 
-    def logits(self, images: Sequence[Tensor]) -> Tensor:
-        """Return the logits of preprocessed images, B x classes in float64 on the CPU."""
+    @cached_property
+    def scorer(self) -> UnknownScorer:
+        """Computes how typical images are of the learned classes.
+
+        Raises:
+            BadOption: The model was made by an earlier version.
+        """
+        if self.detector is None:
+            problem = (
+                "this model was made by an earlier version, which stored no statistics for it; "
+                "learn its classes again in a new model, or use --unknown-below"
+            )
+            raise BadOption("the model", "unknown", problem)
+        return self.detector.scorer()
+
+    def check(self, rule: UnknownRule) -> None:
+        """Check that this model can apply a rule.
+
+        Raises:
+            BadOption: It was made by an earlier version, or with too few images.
+        """
+        if rule.rate is not None:
+            self.scorer.check_rate(rule.rate)
+
+    def can_reject(self, rate: float) -> bool:
+        """Whether `check` accepts a rule with this rate."""
+        return self.detector is not None and self.scorer.can_reject(rate)
+
+    def logits(self, images: Sequence[Tensor], *, typicality: bool = False) -> Tensor:
+        """Return the logits of preprocessed images, B x classes in float64 on the CPU.
+
+        Args:
+            images: C x H x W each.
+            typicality: Append a column: how typical each image is of the learned classes.
+        """
         fabric, method = self.fabric, self.method
         own = slice(fabric.global_rank, None, fabric.world_size)
         # A process without a share joins in with an empty batch: sharded weights need everyone.
@@ -99,14 +145,33 @@ class Predictor:
         batch = torch.stack(list(images[own])) if images[own] else empty
         dtype = next(method.backbone.parameters()).dtype
         with torch.inference_mode(), fabric.autocast():
-            logits = method.logits(batch.to(fabric.device, dtype))
+            batch = batch.to(fabric.device, dtype)
+            rows = torch.cat(self.outputs(batch), dim=1) if typicality else method.logits(batch)
         if fabric.world_size > 1:
-            table = logits.new_zeros(len(images), logits.shape[1])
-            table[own] = logits
+            table = rows.new_zeros(len(images), rows.shape[1])
+            table[own] = rows
             reduced = fabric.all_reduce(table, reduce_op="sum")
             assert isinstance(reduced, Tensor)
-            logits = reduced
-        return logits.double().cpu()
+            rows = reduced
+        rows = rows.double().cpu()
+        if not typicality:
+            return rows
+        logits, tokens = rows.tensor_split([method.classes_seen], dim=1)
+        return torch.cat([logits, self.scorer(tokens)[:, None]], dim=1)
+
+    def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the logits of a batch and what the unknown scorer takes, in one pass.
+
+        Returns:
+            B x classes, and the class tokens of the plain ViT before its final norm, B x D.
+        """
+        method = self.method
+        opened: Images = images
+        if method.first_block is not None:
+            opened = method.backbone.open(images, method.first_block)
+        tokens = method.backbone.features(opened, norm=False)
+        queries = method.backbone.norm(tokens) if method.plain_queries else None
+        return method.logits(opened, queries), tokens
 
     def probabilities(self, images: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of preprocessed images, B x classes in float64 on the CPU."""
@@ -116,13 +181,16 @@ class Predictor:
         """Return the probabilities for logits, B x classes."""
         return torch.softmax(logits / self.temperature, dim=1)
 
-    def rank(self, probabilities: Tensor, top: int, unknown_below: float) -> Prediction:
+    def rank(
+        self, probabilities: Tensor, top: int, rule: UnknownRule, typicality: float | None = None
+    ) -> Prediction:
         """Apply top-k and the unknown rule to one image's probabilities.
 
         Args:
             probabilities: One value for each class.
             top: Number of classes to name.
-            unknown_below: The image is unknown if its most likely class is less likely than this.
+            rule: When the image is unknown.
+            typicality: How typical the image is; needed if the rule has a rate.
         """
         values, rows = probabilities.topk(min(max(1, top), len(self.classes)))
         candidates = tuple(
@@ -130,15 +198,16 @@ class Predictor:
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
         )
         best = candidates[0]
-        unknown = best.probability < unknown_below
+        unknown = rule.rejects(best.probability, typicality)
         label = None if unknown else best.label
-        return Prediction(label, unknown, best.label, best.probability, candidates)
+        return Prediction(label, unknown, best.label, best.probability, candidates, typicality)
 
     def split_logits(
         self,
         split: Split,
         indices: Sequence[int],
         *,
+        typicality: bool = False,
         stop: Callable[[], bool] = lambda: False,
         on_event: OnEvent | None = None,
     ) -> Tensor:
@@ -147,6 +216,7 @@ class Predictor:
         Args:
             split: Where the images are read from, a batch at a time.
             indices: Which images of the split.
+            typicality: Append a column: how typical each image is of the learned classes.
             stop: Polled after each batch; once true, this raises Interrupted.
             on_event: Called with the progress after each batch.
 
@@ -154,14 +224,15 @@ class Predictor:
             BadImages: Images of a batch that cannot be read.
             Interrupted: `stop` became true.
         """
-        table = torch.zeros(len(indices), self.method.classes_seen, dtype=torch.float64)
-        for positions, logits in self._batches(
+        columns = self.method.classes_seen + typicality
+        table = torch.zeros(len(indices), columns, dtype=torch.float64)
+        for positions, views in self._batches(
             lambda position, side: split.image(int(indices[position]), side),
             len(indices),
             None,
             on_event,
         ):
-            table[positions] = logits
+            table[positions] = self.logits(views, typicality=typicality)
             if stop():
                 raise Interrupted
         return table
@@ -171,7 +242,7 @@ class Predictor:
         images: list[Any] | NDArray[Any],
         *,
         top: int = 5,
-        unknown_below: float = 0.0,
+        rule: UnknownRule = EVERYTHING_KNOWN,
         on_bad: Callable[[BadImage], None] | None = None,
         on_event: OnEvent | None = None,
     ) -> Iterator[tuple[int, Prediction]]:
@@ -180,7 +251,7 @@ class Predictor:
         Args:
             images: Paths, PIL images, arrays or tensors.
             top: Number of classes to name.
-            unknown_below: An image is unknown if its most likely class is less likely than this.
+            rule: When an image is unknown.
             on_bad: Called with each image that cannot be read, which is then skipped.
             on_event: Called with the progress after each batch.
 
@@ -189,12 +260,18 @@ class Predictor:
 
         Raises:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
+            BadOption: The model cannot apply the rule.
         """
-        for indices, logits in self._batches(
+        self.check(rule)
+        asked, classes = rule.rate is not None, len(self.classes)
+        for indices, views in self._batches(
             lambda index, side: as_image(images[index], side), len(images), on_bad, on_event
         ):
-            for index, row in zip(indices, self.calibrated(logits), strict=True):
-                yield index, self.rank(row, top, unknown_below)
+            table = self.logits(views, typicality=asked)
+            shares = table[:, classes].tolist() if asked else [None] * len(views)
+            probabilities = self.calibrated(table[:, :classes])
+            for index, row, share in zip(indices, probabilities, shares, strict=True):
+                yield index, self.rank(row, top, rule, share)
 
     def _batches(
         self,
@@ -202,8 +279,8 @@ class Predictor:
         count: int,
         on_bad: Callable[[BadImage], None] | None,
         on_event: OnEvent | None,
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """Read images 0 to `count`; yield the indices and logits of a batch of readable ones."""
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Read images 0 to `count`; yield the indices and views of a batch of readable ones."""
         for start in range(0, count, BATCH_SIZE):
             end = min(start + BATCH_SIZE, count)
             views, readable, bad = [], [], []
@@ -218,6 +295,6 @@ class Predictor:
                     raise BadImages(bad)
                 on_bad(unreadable)
             if readable:
-                yield readable, self.logits(views)
+                yield readable, views
             if on_event is not None:
                 on_event(Event("pass", 0, 0, step=end, steps=count))

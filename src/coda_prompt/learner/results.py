@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from coda_prompt.learner.confusion import Confusion, ConfusionMatrix
+from coda_prompt.learner.separation import Separation
+
 
 @dataclass(frozen=True)
 class Learned:
@@ -31,6 +34,8 @@ class Learned:
     """Images that could not be read, with `skip_bad`."""
     forgotten: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Accuracy of each checked class before and after the lesson."""
+    hints: tuple[str, ...] = ()
+    """What looks wrong with the lesson, now that it is learned."""
     chosen: str | None = None
     """Which backbone `auto` chose for the first lesson, and why."""
 
@@ -70,5 +75,11 @@ class Evaluation:
     classes: dict[str, ClassAccuracy]
     tasks: tuple[TaskAccuracy, ...]
     """Lessons with at least one class among the images."""
+    confusion: ConfusionMatrix
+    """Images by true and by predicted class."""
+    confused: tuple[Confusion, ...]
+    """The most frequent confusions."""
+    unknown: Separation | None = None
+    """How well images of unknown classes are recognised; None without such images."""
     left_out: tuple[str, ...] = ()
     """Images that could not be read, with `skip_bad`."""

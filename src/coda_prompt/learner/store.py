@@ -81,6 +81,8 @@ class TaskRecord(FileSchema):
     """Number of held-out images the temperature was fitted on."""
     watched: WatchedAccuracy | None = None
     """What the lesson cost the older classes; None if no image was watched."""
+    files: str | None = None
+    """Hash of the names, sizes and labels of the files; None if they were no files."""
 
 
 class BackboneRecord(FileSchema):

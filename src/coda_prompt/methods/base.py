@@ -239,6 +239,11 @@ class Method(nn.Module):
         """B x D, without a gradient."""
         return self.backbone.features(images)
 
+    @property
+    def plain_queries(self) -> bool:
+        """Whether queries are the final features of the plain ViT; override it with `queries`."""
+        return self.needs_queries
+
     # -- learned state
 
     def parameter_count(self) -> ParameterCount:
@@ -379,6 +384,10 @@ class PromptMethod(TrainedMethod):
         if self.config.query == "early":
             return self.backbone.early_features(self.backbone.open(images, self.first_block))
         return self.backbone.features(images)
+
+    @property
+    def plain_queries(self) -> bool:
+        return self.config.query == "final"
 
     @abstractmethod
     def prefixes(self, queries: Tensor) -> Prefixes:

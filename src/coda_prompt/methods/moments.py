@@ -156,11 +156,14 @@ class FeatureMoments(nn.Module):
         """Class means, C x D; zero for a class without images."""
         return self.sums.frozen / self.counts.frozen.clamp(min=1)[:, None]
 
+    def second_moments(self) -> Tensor:
+        """Sum of f f^T over all images, D x D."""
+        return self.total if self.factors is None else self.factors.total()
+
     def covariance(self) -> tuple[Tensor, int]:
         """The covariance within classes, D x D, and its degrees of freedom."""
         freedom = int((self.counts.frozen - 1).clamp(min=0).sum())
-        total = self.total if self.factors is None else self.factors.total()
-        scatter = total - self.means().T @ self.sums.frozen
+        scatter = self.second_moments() - self.means().T @ self.sums.frozen
         return scatter / max(freedom, 1), freedom
 
     def drop_classes(self, rows: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from coda_prompt.methods.base import (
 from coda_prompt.methods.closedform import ClosedForm
 from coda_prompt.methods.moments import FeatureMoments
 from coda_prompt.methods.options import STRICT
+from coda_prompt.methods.shrinkage import shrink_covariance
 from coda_prompt.model.vit import ViT
 
 
@@ -70,7 +71,9 @@ class StreamingLDA(ClosedForm):
 
     def solve(self) -> None:
         means = self.moments.means()
-        precision = torch.linalg.inv(self._shrunk_covariance())
+        precision = torch.linalg.inv(
+            shrink_covariance(*self.moments.covariance(), self.config.shrinkage)
+        )
         weight = means @ precision
         bias = -(weight * means).sum(1) / 2
         bias[self.moments.counts.frozen == 0] = -torch.inf
@@ -93,21 +96,6 @@ class StreamingLDA(ClosedForm):
 
     def _scaled(self, features: Tensor) -> Tensor:
         return F.normalize(features, dim=-1) if self.config.normalize else features
-
-    def _shrunk_covariance(self) -> Tensor:
-        """The covariance within classes, mixed with a multiple of the identity."""
-        covariance, freedom = self.moments.covariance()
-        width = len(covariance)
-        identity = torch.eye(width, dtype=covariance.dtype)
-        trace, squares = float(covariance.trace()), float(covariance.square().sum())
-        if trace <= 0:  # one image per class: nearest class mean
-            return identity
-        shrinkage = self.config.shrinkage
-        if shrinkage is None:  # Chen et al. 2010, https://arxiv.org/abs/0907.4698, eq. 23
-            numerator = (1 - 2 / width) * squares + trace**2
-            denominator = (freedom + 1 - 2 / width) * (squares - trace**2 / width)
-            shrinkage = min(1.0, numerator / denominator) ** 0.5 if denominator > 0 else 1.0
-        return (1 - shrinkage) * covariance + shrinkage * trace / width * identity
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.weight.frozen.numel())

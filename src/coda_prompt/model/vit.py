@@ -276,14 +276,20 @@ class ViT(nn.Module):
                 nn.init.zeros_(parameter)
         return self
 
-    def features(self, images: Images, edits: Edits | None = None) -> Tensor:
-        """The final-norm class token of each image, B x D, with edits in the given blocks."""
+    def features(self, images: Images, edits: Edits | None = None, *, norm: bool = True) -> Tensor:
+        """The class token of each image, B x D, with edits in the given blocks.
+
+        Args:
+            images: Pixels, or what `open` returns.
+            edits: What methods change in blocks.
+            norm: Apply the final norm.
+        """
         if isinstance(images, Opening):
             blocks = range(images.block, len(self.blocks))
             tokens = self.run(images.tokens, blocks, edits, projected=images.projected)
         else:
             tokens = self.run(self.embed(images), edits=edits)
-        return self.norm(tokens[:, 0])
+        return self.norm(tokens[:, 0]) if norm else tokens[:, 0]
 
     forward = features
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -18,6 +18,7 @@ from starlette.types import Lifespan
 from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
+from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
 from coda_prompt.preprocessing import input_kind
 from coda_prompt.serve import editing, schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
@@ -110,9 +111,16 @@ async def predict(
     service: CurrentService,
     metrics: CurrentMetrics,
     top: Annotated[int, Query(ge=1, le=100)] = 5,
+    unknown: Annotated[Literal["auto"] | None, Query()] = None,
+    unknown_rate: Annotated[float, Query(gt=0, lt=1)] = DEFAULT_RATE,
     unknown_below: Annotated[float, Query(ge=0, le=1)] = 0.0,
 ) -> dict[str, Any]:
-    """Predict the classes of one or more images."""
+    """Predict the classes of one or more images.
+
+    With `unknown=auto`, images that are not typical of the learned classes are unknown.
+    """
+    rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
+    service.current.predictor.check(rule)
 
     async def answer() -> list[Answer]:
         await asyncio.to_thread(check_total_pixels, images)
@@ -129,7 +137,7 @@ async def predict(
             raise RequestError(504, detail) from None
     metrics.images.inc(len(answers))
     predictions = [
-        each.version.predictor.rank(each.probabilities, top, unknown_below).as_dict()
+        each.version.predictor.rank(each.probabilities, top, rule, each.typicality).as_dict()
         for each in answers
     ]
     return {"version": answers[0].version.name, "predictions": predictions}
@@ -211,6 +219,7 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
         "tasks": version.classifier.tasks_,
         "can_undo": version.classifier.can_undo,
         "can_redo": version.classifier.can_redo,
+        "can_reject": version.can_reject,
         "learning": service.learning,
         "models": [
             {"name": name, "path": path, "current": name == state.name}

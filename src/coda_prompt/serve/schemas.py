@@ -37,10 +37,17 @@ class Candidate(BaseModel):
 
 class Prediction(BaseModel):
     label: str | None = Field(description="The most likely class; null if `unknown`.")
-    unknown: bool = Field(description="Whether `probability` is below `unknown_below`.")
+    unknown: bool = Field(
+        description="Whether `typicality` is below `unknown_rate` (with `unknown=auto`) or "
+        "`probability` below `unknown_below`."
+    )
     best: str = Field(description="The most likely class, unknown or not.")
     probability: float = Field(description="The probability of `best`.")
     top: list[Candidate] = Field(description="The most likely classes in descending order.")
+    typicality: float | None = Field(
+        description="Share of images of the learned classes that look no more typical of them; "
+        "null without `unknown=auto`."
+    )
 
 
 class Predictions(BaseModel):
@@ -115,6 +122,7 @@ class ModelInfo(BaseModel):
     tasks: list[dict[str, Any]]
     can_undo: bool
     can_redo: bool
+    can_reject: bool = Field(description="Whether `unknown=auto` works at its default rate.")
     learning: bool
     models: list[ModelLink] = Field(description="All models of this service.")
 

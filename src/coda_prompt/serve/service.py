@@ -21,6 +21,7 @@ from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.editing import edited
 from coda_prompt.learner.explanation import Explanation, explain
 from coda_prompt.learner.predictor import Predictor
+from coda_prompt.learner.unknown import DEFAULT_RATE
 from coda_prompt.model.catalog import LoadedBackbone
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.serve.batching import Batcher
@@ -52,6 +53,11 @@ class Version:
             raise RequestError(409, "The model has not learned any class yet.")
         return self.classifier.predictor
 
+    @cached_property
+    def can_reject(self) -> bool:
+        """Whether `unknown=auto` works at its default rate."""
+        return bool(self.classes) and self.predictor.can_reject(DEFAULT_RATE)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -59,6 +65,8 @@ class Answer:
 
     version: Version
     probabilities: Tensor
+    typicality: float | None
+    """How typical the image is of the learned classes; None in models of earlier versions."""
 
 
 class Changes:
@@ -159,9 +167,13 @@ class Service:
 
     def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
-        probabilities = version.predictor.probabilities(views)
+        predictor, classes = version.predictor, len(version.classes)
+        scored = predictor.detector is not None
+        table = predictor.logits(views, typicality=scored)
         self.passes += 1
-        return [Answer(version, row) for row in probabilities]
+        shares = table[:, classes].tolist() if scored else [None] * len(views)
+        probabilities = predictor.calibrated(table[:, :classes])
+        return [Answer(version, *each) for each in zip(probabilities, shares, strict=True)]
 
     # -- learning
 

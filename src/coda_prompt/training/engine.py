@@ -7,7 +7,7 @@ its share, and losses and gradients are reduced so that a step equals that of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +43,7 @@ class _TaskRun:
     tasks: int
     """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
+    observe: Callable[[Tensor, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Engine(Passes):
         past: Sequence[Task] = (),
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
+        observe: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[float]:
         """Learn one task.
 
@@ -143,6 +145,8 @@ class Engine(Passes):
             past: Earlier tasks, for methods that train on their images again.
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
+            observe: Called with the class tokens of the plain ViT before its final norm and the
+                labels of all training images.
 
         Returns:
             The mean loss of each epoch of all stages.
@@ -158,7 +162,9 @@ class Engine(Passes):
             raise errors.InvalidLabels(
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
-        run = _TaskRun(method, task.train, labels, past, index, tasks or index + 1, checkpointer)
+        run = _TaskRun(
+            method, task.train, labels, past, index, tasks or index + 1, checkpointer, observe
+        )
         losses: list[float] = []
         try:
             with restored_on_error(method):
@@ -194,13 +200,21 @@ class Engine(Passes):
                         method.conclude(self._all_batches(run, method.concludes_on))
                 if not fitted:
                     self._fit(run)
+                if observe is not None and not method.closed_form:
+                    plain = partial(method.backbone.features, norm=False)
+                    observe(self._table(task.train, lambda images, _: plain(images)), labels)
                 method.end_task()
         finally:
             self.queries.tables.pop(task.train, None)
         return losses
 
     def _fit(self, run: _TaskRun) -> None:
-        features, queries = self._features_and_queries(run.method, run.train)
+        if run.observe is not None and run.method.closed_form:  # one pass for both
+            tokens, features = self._plain_tokens(run.method, run.train)
+            run.observe(tokens, run.labels)
+            queries: Tensor | None = features
+        else:
+            features, queries = self._features_and_queries(run.method, run.train)
         run.method.fit(features, queries, run.labels.to(features.device))
 
     def _all_batches(self, run: _TaskRun, view: str) -> Iterator[TrainingBatch]:

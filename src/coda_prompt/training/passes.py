@@ -122,6 +122,18 @@ class Passes:
         features, queries = table.split([table.shape[1] - width, width], dim=1)
         return features.contiguous(), queries.contiguous()
 
+    def _plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
+        """Compute the class tokens of the plain ViT before and after its final norm."""
+        vit = method.backbone
+        table = self._table(
+            samples,
+            lambda images, _: torch.cat(
+                [tokens := vit.features(images, norm=False), vit.norm(tokens)], dim=1
+            ),
+        )
+        before, after = table.split(method.vit_config.width, dim=1)
+        return before.contiguous(), after.contiguous()
+
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda images, queries: method.queries(images))
 

@@ -1,0 +1,122 @@
+"""Hints after a lesson: images that look mislabelled or duplicated, classes that look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from coda_prompt.learner.unknown import UnknownDetector
+from coda_prompt.methods.shrinkage import shrink_covariance
+
+MIN_IMAGES = 12
+"""Smaller lessons say too little about how the images of a class vary."""
+MAX_COMPARED = 4000
+"""Larger lessons are not searched for duplicates: that takes images x images products."""
+DUPLICATE = 0.998
+"""Cosine of features; the closest of 1280 different drawings of the pocket dataset have 0.993."""
+SIMILAR = 6.0
+"""Squared Mahalanobis distance of class means, less what sampling adds. Halves of one class have 0
+to 6, the closest classes of the pocket dataset 8 or more; 6 is an error of 11 % between the two."""
+MISLABELLED = 10.0
+"""Log-likelihood ratio of another class against the own one: 60 to 75 % of the pocket drawings
+above it are mislabelled if 5 % of all are (docs/lab/unknown.md)."""
+MAX_SHOWN = 5
+
+
+def lesson_hints(
+    features: Tensor,
+    labels: Tensor,
+    names: Sequence[str],
+    before: UnknownDetector | None,
+    image_name: Callable[[int], str],
+) -> tuple[str, ...]:
+    """Return what looks wrong with the images of a lesson.
+
+    Args:
+        features: As in `UnknownDetector.learned`, N x D.
+        labels: The row of the class of each image.
+        names: Class names by row.
+        before: Statistics of the classes before the lesson; None: there are none.
+        image_name: From the position of an image in the lesson to its name.
+    """
+    features, labels, hints = features.detach().cpu().double(), labels.cpu(), list[str]()
+    directions = F.normalize(features[:MAX_COMPARED])
+    pairs = (directions @ directions.T).triu(diagonal=1) > DUPLICATE
+    if len(features) <= MAX_COMPARED and pairs.any():
+        found = pairs.nonzero().tolist()
+        found.sort(key=lambda pair: bool(labels[pair[0]] == labels[pair[1]]))
+        shown = [
+            f"{image_name(first)} and {image_name(second)}"
+            + ("" if labels[first] == labels[second] else " (of different classes)")
+            for first, second in found[:MAX_SHOWN]
+        ]
+        more = f" and {len(found) - MAX_SHOWN} more pairs" if len(found) > MAX_SHOWN else ""
+        hints.append(f"the same image twice, or nearly so: {'; '.join(shown)}{more}")
+    if len(features) >= MIN_IMAGES:
+        hints += _hints_of_distances(features, labels, names, before, image_name)
+    return tuple(hints)
+
+
+def _hints_of_distances(
+    features: Tensor,
+    labels: Tensor,
+    names: Sequence[str],
+    before: UnknownDetector | None,
+    image_name: Callable[[int], str],
+) -> list[str]:
+    """Compare images and means with class Gaussians that share one covariance."""
+    hints = []
+    rows, own = labels.unique(return_inverse=True)
+    counts = torch.bincount(own).double()
+    sums = features.new_zeros(len(rows), features.shape[1]).index_add(0, own, features)
+    means = sums / counts[:, None]
+    scatter = (features - means[own]).T @ (features - means[own])
+    freedom = len(features) - len(rows)
+    all_rows, all_means, all_counts = rows.tolist(), means, counts
+    if before is not None and len(before.scores):
+        covariance, old_freedom = before.moments.covariance()
+        scatter, freedom = scatter + covariance * old_freedom, freedom + old_freedom
+        others = [row for row in range(len(before.scores)) if row not in all_rows]
+        all_rows, all_means = all_rows + others, torch.cat([means, before.moments.means()[others]])
+        all_counts = torch.cat([counts, before.moments.counts.frozen[others].double()])
+    if freedom < 1:
+        return []
+    covariance = scatter / freedom
+    precision = torch.linalg.inv(shrink_covariance(covariance, freedom))
+    noise = float((precision * covariance).sum())
+    # The mean of a class without an image is farther from it by the factor n / (n - 1).
+    distances = _squared_distances(features, all_means, precision)
+    factor = (counts / (counts - 1).clamp(min=1)).square()[own]
+    distance = distances.gather(1, own[:, None])[:, 0] * factor
+    distances.scatter_(1, own[:, None], torch.inf)
+    ratios = (distance - distances.amin(dim=1)) / 2
+    ratios[counts[own] < 3] = -torch.inf
+    for index in ratios.argsort(descending=True)[:MAX_SHOWN].tolist():
+        if ratios[index] > MISLABELLED:
+            other = names[all_rows[int(distances[index].argmin())]]
+            hints.append(
+                f"{image_name(index)} looks like '{other}' and was taught as "
+                f"'{names[int(labels[index])]}'"
+            )
+    sampled = noise * (1 / counts[:, None] + 1 / all_counts.clamp(min=1))
+    apart = _squared_distances(means, all_means, precision) - sampled
+    for first, second in (apart < SIMILAR).nonzero().tolist():
+        if second > first and all_counts[second] > 1 and counts[first] > 1:
+            hints.append(
+                f"'{names[all_rows[first]]}' looks like '{names[all_rows[second]]}': if they are "
+                "one class, unite them with merge-classes"
+            )
+    return hints
+
+
+def _squared_distances(rows: Tensor, means: Tensor, precision: Tensor) -> Tensor:
+    """Return the squared Mahalanobis distance of each row from each mean, N x C."""
+    scaled = means @ precision
+    return (
+        ((rows @ precision) * rows).sum(dim=1, keepdim=True)
+        - 2 * rows @ scaled.T
+        + (scaled * means).sum(dim=1)
+    )
