@@ -1,10 +1,10 @@
 """Unknown images: how typical an image is of the learned classes, from running statistics.
 
 The score of an image combines measures that need only counts, sums and second moments of frozen
-features (class tokens before the final norm, whose length it removes) and of random features of
-them: Mahalanobis distances, also relative to all images (Ren et
-al. 2021, https://arxiv.org/abs/2106.09022), and whitened cosine similarities to the class
-means. docs/lab/unknown.md compares them.
+features (class tokens before the final norm, which removes their length) and of random features of
+them: Mahalanobis distances, also relative to all images (Ren et al. 2021,
+https://arxiv.org/abs/2106.09022), and whitened cosine similarities to the class means.
+docs/lab/unknown.md compares them.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
@@ -109,6 +109,8 @@ class UnknownDetector(nn.Module):
         self.hidden = FeatureMoments(HIDDEN, removable=removable)
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
+        self.known_images = Bank(dtype=torch.int64)
+        """Images in the statistics when those of a class were last scored."""
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         """Features, labels and the number of classes of lessons that are not added yet."""
 
@@ -130,13 +132,21 @@ class UnknownDetector(nn.Module):
     @property
     def images(self) -> int:
         """Number of images the threshold is fitted on."""
-        self._add_pending()
-        return int(self.scores.frozen.sum())
+        return int(self.histogram().sum())
 
     def scorer(self) -> UnknownScorer:
         """Return what computes the scores of images from the current statistics."""
+        return UnknownScorer(self.moments, self.hidden, self.histogram())
+
+    def histogram(self) -> Tensor:
+        """Return the histogram of the scores of known images.
+
+        Scores from when less than half as many images were known are left out: with few images
+        the statistics are less precise, and all scores lower.
+        """
         self._add_pending()
-        return UnknownScorer(self.moments, self.hidden, self.scores.frozen.sum(dim=0))
+        known = self.known_images.frozen
+        return self.scores.frozen[2 * known >= known.max(dim=0, keepdim=True).values].sum(dim=0)
 
     # -- the state in a model
 
@@ -166,7 +176,8 @@ class UnknownDetector(nn.Module):
             return False
         self.load_state_dict(state)
         parts = (self.moments, self.hidden)
-        return len(self.scores) == classes and all(part.is_consistent(classes) for part in parts)
+        rows = {len(self.scores), len(self.known_images)}
+        return rows == {classes} and all(part.is_consistent(classes) for part in parts)
 
     # -- editing: see methods/additive.py
 
@@ -174,13 +185,16 @@ class UnknownDetector(nn.Module):
         self._add_pending()
         for part in (self.moments, self.hidden):
             part.drop_classes(rows)
-        self.scores.keep(other_rows(len(self.scores), rows))
+        for bank in (self.scores, self.known_images):
+            bank.keep(other_rows(len(bank), rows))
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
         self._add_pending()
         for part in (self.moments, self.hidden):
             part.unite_classes(rows, into)
         unite_rows(self.scores, rows, into)
+        self.known_images.frozen[into] = self.known_images.frozen[list(rows)].max()
+        self.known_images.keep(other_rows(len(self.known_images), [r for r in rows if r != into]))
 
     def absorb(self, other: UnknownDetector, rows: Sequence[int]) -> None:
         self._add_pending()
@@ -188,6 +202,9 @@ class UnknownDetector(nn.Module):
         self.moments.absorb(other.moments, rows)
         self.hidden.absorb(other.hidden, rows)
         absorb_rows(self.scores, other.scores, rows)
+        self.known_images.append([0] * (len(self.scores) - len(self.known_images)))
+        for row, known in zip(rows, other.known_images.frozen, strict=True):
+            self.known_images.frozen[row] = self.known_images.frozen[row].maximum(known)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; their scores stay with the class they were taught as."""
@@ -202,6 +219,7 @@ class UnknownDetector(nn.Module):
         self.moments.grow(classes)
         self.hidden.grow(classes)
         self.scores.append(torch.zeros(classes - len(self.scores), BINS))
+        self.known_images.append([0] * (classes - len(self.known_images)))
 
     # -- adding a lesson
 
@@ -229,6 +247,9 @@ class UnknownDetector(nn.Module):
                 bins = _bins(scorer.standardised(features[inside]))
                 scores = scores.index_add(0, labels[inside], F.one_hot(bins, BINS))
         self.scores.frozen = scores
+        known = self.known_images.frozen.clone()
+        known[labels] = self.moments.counts.frozen.sum()
+        self.known_images.frozen = known
 
 
 class Gaussians(nn.Module):
