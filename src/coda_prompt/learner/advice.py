@@ -38,7 +38,7 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     counts = images.counts()
     messages = list(images.remarks)
     earlier = {task.files: number for number, task in enumerate(network.tasks, 1) if task.files}
-    if earlier and (number := earlier.get(images.files_fingerprint)):
+    if earlier and (number := earlier.get(images.files_fingerprint or "")):
         messages.append(f"these files were learned before, in task {number}: they count twice")
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
     if few:

@@ -23,6 +23,7 @@ from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.stream import Samples
 from coda_prompt.learner import store
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
+from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
@@ -173,7 +174,8 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
         rows = torch.from_numpy(labels).to(features.device)
         tokens, _ = engine._plain_tokens(method, samples)
         for state in states:
-            state.move_images(features if state is method else tokens, source, rows)
+            own = tokens if isinstance(state, UnknownDetector) else features
+            state.move_images(own, source, rows)
     tasks = _relabelled(
         classifier.network.tasks, taught_as, counts, new, classifier.network.method.temperature
     )
@@ -252,7 +254,7 @@ def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> l
                 seen.add(name)
             elif name not in new and name not in continued:
                 continued.append(name)
-        changes = {"new": new, "continued": continued, "images": images}
+        changes: dict[str, Any] = {"new": new, "continued": continued, "images": images}
         if None in names.values():  # nothing of a class that is left out remains
             changes["files"] = None
         result.append(task.model_copy(update=changes))

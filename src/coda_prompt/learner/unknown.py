@@ -275,14 +275,13 @@ class Gaussians(nn.Module):
         self.means = moments.means()[seen]
         centred, weights = self.means - mean, counts[seen, None] / max(1, count - 1)
         total = covariance * (freedom / max(1, count - 1)) + centred.T @ (weights * centred)
-        # With one class, its images and all images are the same.
-        total = shrink_covariance(total, count - 1) if len(self.means) > 1 else None
         whitening = _inverse_transposed(self.factor)
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
         self.register_buffer("class_means", centred @ whitening)
         background = torch.zeros_like(covariance)
-        if total is not None:
+        if len(self.means) > 1:  # with one class, its images and all images are the same
+            total = shrink_covariance(total, count - 1)
             background = _inverse_transposed(torch.linalg.cholesky(total))
         self.register_buffer("background", background)
 
