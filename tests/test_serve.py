@@ -114,6 +114,25 @@ def test_prediction_below_threshold_is_unknown(client: httpx.Client) -> None:
     assert prediction["best"] == prediction["top"][0]["label"]
 
 
+def test_unknown_auto_answers_as_the_classifier(client: httpx.Client, model: Path) -> None:
+    assert client.get("/v1/model").json()["can_reject"]
+    images = np.concatenate([drawings([0], 2, test=True)[0], drawings(range(50, 60), 1)[0]])
+    query = "/v1/predict?unknown=auto&unknown_rate=0.3"
+    answer = client.post(query, files=files(images)).json()
+    expected = ContinualClassifier.load(model).predictions(images, unknown="auto", unknown_rate=0.3)
+    for mine, other in zip(answer["predictions"], expected, strict=True):
+        assert mine["typicality"] == pytest.approx(other.typicality, abs=1e-3)
+        assert (mine["label"], mine["unknown"], mine["best"]) == (
+            other.label,
+            other.unknown,
+            other.best,
+        )
+    assert any(each["unknown"] for each in answer["predictions"])
+    plain = client.post("/v1/predict", files=files(images[:1])).json()["predictions"][0]
+    assert plain["typicality"] is None
+    assert client.post("/v1/predict?unknown=never", files=files(images[:1])).status_code == 422
+
+
 def test_health_classes_model_and_metrics(client: httpx.Client) -> None:
     assert client.get("/healthz").text == "ok\n"
     assert client.get("/v1/classes").json()["classes"] == list(NAMES[:6])

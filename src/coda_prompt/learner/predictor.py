@@ -200,7 +200,8 @@ class Predictor:
         best = candidates[0]
         unknown = rule.rejects(best.probability, typicality)
         label = None if unknown else best.label
-        return Prediction(label, unknown, best.label, best.probability, candidates, typicality)
+        shown = None if rule.rate is None else typicality
+        return Prediction(label, unknown, best.label, best.probability, candidates, shown)
 
     def split_logits(
         self,
