@@ -200,7 +200,7 @@ class Engine(Passes):
                         method.conclude(self._all_batches(run, method.concludes_on))
                 if not fitted:
                     self._fit(run)
-                if observe is not None and not method.closed_form:
+                if observe is not None and not (method.closed_form and method.plain_queries):
                     plain = partial(method.backbone.features, norm=False)
                     observe(self._table(task.train, lambda images, _: plain(images)), labels)
                 method.end_task()
@@ -209,13 +209,15 @@ class Engine(Passes):
         return losses
 
     def _fit(self, run: _TaskRun) -> None:
-        if run.observe is not None and run.method.closed_form:  # one pass for both
-            tokens, features = self._plain_tokens(run.method, run.train)
+        method = run.method
+        if run.observe is not None and method.closed_form and method.plain_queries:
+            # One pass for both.
+            tokens, features = self._plain_tokens(method, run.train)
             run.observe(tokens, run.labels)
             queries: Tensor | None = features
         else:
-            features, queries = self._features_and_queries(run.method, run.train)
-        run.method.fit(features, queries, run.labels.to(features.device))
+            features, queries = self._features_and_queries(method, run.train)
+        method.fit(features, queries, run.labels.to(features.device))
 
     def _all_batches(self, run: _TaskRun, view: str) -> Iterator[TrainingBatch]:
         """Yield all images of the task, augmented or plain, in order, in every process."""
