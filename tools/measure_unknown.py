@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.learner.separation import auroc, false_positive_rate
-from coda_prompt.learner.unknown import WEIGHTS, UnknownDetector
+from coda_prompt.learner.typicality import WEIGHTS
+from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.methods.ridge import RandomRidge
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 

@@ -17,11 +17,11 @@ from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.data.inputs import as_image
 from coda_prompt.data.sources import Split
 from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted
+from coda_prompt.learner.typicality import UnknownScorer
 from coda_prompt.learner.unknown import (
     EVERYTHING_KNOWN,
     UnknownDetector,
     UnknownRule,
-    UnknownScorer,
 )
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import Images

@@ -1,0 +1,205 @@
+"""How typical an image is of learned classes: measures, their combination and its calibration.
+
+Mahalanobis distances, also relative to all images (Ren et al. 2021,
+https://arxiv.org/abs/2106.09022), and whitened cosine similarities to the class means, of features
+and of random features of them. docs/lab/unknown.md compares them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_prompt.errors import BadOption
+from coda_prompt.methods.moments import FeatureMoments
+from coda_prompt.methods.shrinkage import shrink_covariance
+from coda_prompt.seeding import keyed_generator
+
+HIDDEN = 256
+"""Random features; their second moments take 0.5 MB of a model."""
+WEIGHTS = {
+    "relative Mahalanobis distance": 1.0,
+    "whitened cosine": 1.0,
+    "relative Mahalanobis distance of random features": 1.0,
+    "whitened cosine of random features": 1.0,
+    "Mahalanobis distance": 0.25,
+    "Mahalanobis distance of random features": 0.25,
+}
+"""Weights of the standardised measures in the score. The last two have little to say about classes
+that resemble the learned ones; they recognise images far from all of them."""
+BINS = 256
+SAMPLES = 512
+"""Features sampled from the class Gaussians to standardise scores."""
+
+
+class Gaussians(nn.Module):
+    """Classes as Gaussians with one shared covariance, and all images as one Gaussian.
+
+    Args:
+        moments: Statistics of the features.
+    """
+
+    mean: Tensor
+    whitening: Tensor
+    class_means: Tensor
+    background: Tensor
+
+    def __init__(self, moments: FeatureMoments) -> None:
+        super().__init__()
+        counts = moments.counts.frozen
+        seen, count = counts > 0, int(counts.sum())
+        mean = moments.sums.frozen.sum(dim=0) / max(1, count)
+        covariance, freedom = moments.covariance()
+        self.factor = torch.linalg.cholesky(shrink_covariance(covariance, freedom))
+        """Cholesky factor of the covariance within classes."""
+        self.means = moments.means()[seen]
+        centred, weights = self.means - mean, counts[seen, None] / max(1, count - 1)
+        total = covariance * (freedom / max(1, count - 1)) + centred.T @ (weights * centred)
+        whitening = _inverse_transposed(self.factor)
+        self.register_buffer("mean", mean)
+        self.register_buffer("whitening", whitening)
+        self.register_buffer("class_means", centred @ whitening)
+        background = torch.zeros_like(covariance)
+        if len(self.means) > 1:  # with one class, its images and all images are the same
+            total = shrink_covariance(total, count - 1)
+            background = _inverse_transposed(torch.linalg.cholesky(total))
+        self.register_buffer("background", background)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return relative Mahalanobis distance, whitened cosine and distance, negated: B each."""
+        centred = features - self.mean
+        white = centred @ self.whitening
+        distances = (
+            white.square().sum(dim=1, keepdim=True)
+            - 2 * white @ self.class_means.T
+            + self.class_means.square().sum(dim=1)
+        )
+        relative = torch.logsumexp(-distances / 2, dim=1)
+        relative = relative + (centred @ self.background).square().sum(dim=1) / 2
+        cosine = (F.normalize(white) @ F.normalize(self.class_means).T).amax(dim=1)
+        return relative, cosine, -distances.amin(dim=1)
+
+
+class UnknownScorer(nn.Module):
+    """Computes how typical images are of the learned classes, from their features.
+
+    Args:
+        moments: Statistics of the features.
+        hidden: Statistics of the random features.
+        histogram: Histogram of the standardised scores of images of known classes.
+        like: Standardise scores as this scorer does.
+    """
+
+    projection: Tensor
+    center: Tensor
+    spread: Tensor
+    histogram: Tensor
+
+    def __init__(
+        self,
+        moments: FeatureMoments,
+        hidden: FeatureMoments,
+        histogram: Tensor,
+        like: UnknownScorer | None = None,
+    ) -> None:
+        super().__init__()
+        self.plain, self.random = Gaussians(moments), Gaussians(hidden)
+        self.register_buffer("projection", _projection(moments.sums.frozen.shape[1]))
+        self.register_buffer("histogram", histogram.double())
+        if like is None:
+            sampled = self.measures(_sample(self.plain.means, self.plain.factor))
+            center, spread = sampled.mean(dim=0), sampled.std(dim=0).clamp(min=1e-12)
+        self.register_buffer("center", center if like is None else like.center)
+        self.register_buffer("spread", spread if like is None else like.spread)
+
+    def measures(self, features: Tensor) -> Tensor:
+        """Compute the measures of `WEIGHTS`, B x measures; larger is more typical."""
+        hidden = (features @ self.projection).abs()
+        relative, cosine, distance = self.plain(features)
+        random_relative, random_cosine, random_distance = self.random(hidden)
+        measures = [relative, cosine, random_relative, random_cosine, distance, random_distance]
+        return torch.stack(measures, dim=1)
+
+    def standardised(self, features: Tensor) -> Tensor:
+        """Compute the scores, B: a weighted mean of the standardised measures."""
+        measures = (self.measures(features) - self.center) / self.spread
+        weights = measures.new_tensor(list(WEIGHTS.values()))
+        return measures @ (weights / weights.sum())
+
+    def typicality(self, scores: Tensor) -> Tensor:
+        """Return the share of images of known classes whose score is not above each of `scores`.
+
+        Counted as in conformal prediction, (1 + lower scores) / (1 + images): an image of a known
+        class is below a rate r with a probability of at most r.
+        """
+        position = _squashed(scores)[:, None] * BINS - torch.arange(BINS).to(scores)
+        below = (position.clamp(0, 1) * self.histogram).sum(dim=1)
+        return (1 + below) / (1 + self.histogram.sum())
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the typicality of images with these features, B."""
+        return self.typicality(self.standardised(features.to(self.projection.dtype)))
+
+    def can_reject(self, rate: float) -> bool:
+        """Whether there are enough images to reject a share of `rate`."""
+        return int(self.histogram.sum()) >= images_needed(rate)
+
+    def check_rate(self, rate: float) -> None:
+        """Check that images can be rejected at a rate.
+
+        Raises:
+            BadOption: Too few images were learned for it.
+        """
+        if not self.can_reject(rate):
+            raise BadOption(
+                "the model",
+                "unknown",
+                f"a rate of {rate:g} can be fitted on {images_needed(rate)} images or more, and "
+                f"the classes of this model have {int(self.histogram.sum())} that are not alone in "
+                "their class; learn more images, raise --unknown-rate, or use --unknown-below",
+            )
+
+
+def images_needed(rate: float) -> int:
+    """Return the number of images from which on a rate of rejections can be fitted."""
+    return int(np.ceil(1 / rate)) - 1
+
+
+def random_features(features: Tensor) -> Tensor:
+    """Compute random features of features, N x HIDDEN.
+
+    Absolute values are never zero: a rectifier that is active for one image only would leave that
+    image's features in a row of the second moments.
+    """
+    return (features @ _projection(features.shape[1])).abs()
+
+
+def _projection(width: int) -> Tensor:
+    """Return random weights, which are the same everywhere: models can be merged."""
+    return torch.from_numpy(np.random.RandomState(0).standard_normal((width, HIDDEN)))
+
+
+def _inverse_transposed(factor: Tensor) -> Tensor:
+    """Return the matrix that whitens rows, from the Cholesky factor of their covariance."""
+    identity = torch.eye(len(factor), dtype=factor.dtype)
+    return torch.linalg.solve_triangular(factor, identity, upper=False).T.contiguous()
+
+
+def _sample(means: Tensor, factor: Tensor) -> Tensor:
+    """Sample features from Gaussians around class means, the same number for each class."""
+    rows = torch.arange(SAMPLES) * len(means) // SAMPLES
+    generator = keyed_generator(0, "samples of known classes")
+    noise = torch.randn(SAMPLES, means.shape[1], dtype=means.dtype, generator=generator)
+    return means[rows] + noise @ factor.T
+
+
+def _squashed(scores: Tensor) -> Tensor:
+    """Map standardised scores to 0 ... 1, finest around 0."""
+    return (1 + scores / (1 + scores.abs())) / 2
+
+
+def histogram_bins(scores: Tensor) -> Tensor:
+    """Return the bin of the histogram of each score."""
+    return (_squashed(scores) * BINS).long().clamp(0, BINS - 1)
