@@ -130,8 +130,8 @@ class UnknownDetector(nn.Module):
     def histogram(self) -> Tensor:
         """Return the histogram of the scores of known images.
 
-        Scores from when less than half as many images were known are left out: with few images
-        the statistics are less precise, and all scores lower.
+        Scores from when less than half as many images were known are left out: they are of less
+        precise statistics.
         """
         self._add_pending()
         known = self.known_images.frozen
