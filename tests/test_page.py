@@ -302,8 +302,8 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         other.evaluate(  # what is shown for a moment only is in the records too
             """new MutationObserver((records) => {
                 const texts = records.flatMap(({ addedNodes }) => [...addedNodes]);
-                window.shown ||= records.some(({ target }) => target.id === 'progress');
-                window.told ||= texts.some((node) => node.data?.includes('Another page'));
+                window.sawProgress ||= records.some(({ target }) => target.id === 'progress');
+                window.sawReport ||= texts.some((node) => node.data?.includes('Another page'));
             }).observe(document.querySelector('#teaching'),
                 { subtree: true, attributeFilter: ['hidden'], childList: true })"""
         )
@@ -314,7 +314,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
             )
             assert tab.locator("#report").inner_text().startswith("Learned my zigzag, my grid in")
             tab.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 2")
-        assert other.evaluate("[window.shown, window.told]") == [True, True]
+        assert other.evaluate("[window.sawProgress, window.sawReport]") == [True, True]
         for name, shape in shapes.items():
             page.click("#clear")
             draw(page, shape(random.Random(99)))
