@@ -197,6 +197,7 @@ class ContinualClassifier(EditableEstimator):
             warnings=tuple(warnings),
             left_out=tuple(str(problem) for problem in images.bad),
             forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
+            held_out_images=tuple(task.test.indices.tolist()),
             chosen=chosen,
         )
 

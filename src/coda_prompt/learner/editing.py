@@ -21,7 +21,7 @@ import torch
 from coda_prompt import errors
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.stream import Samples
-from coda_prompt.learner import store
+from coda_prompt.learner import held_out, store
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import Method, TaskBrief
@@ -249,7 +249,12 @@ def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> l
                 seen.add(name)
             elif name not in new and name not in continued:
                 continued.append(name)
-        changes = {"new": new, "continued": continued, "images": images}
+        changes = {
+            "new": new,
+            "continued": continued,
+            "images": images,
+            "predictions": held_out.renamed(task.predictions, names),
+        }
         result.append(task.model_copy(update=changes))
     return result
 

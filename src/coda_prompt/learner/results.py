@@ -31,6 +31,8 @@ class Learned:
     """Images that could not be read, with `skip_bad`."""
     forgotten: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Accuracy of each checked class before and after the lesson."""
+    held_out_images: tuple[int, ...] = field(default=(), repr=False)
+    """Positions of the held-out images among those of the lesson."""
     chosen: str | None = None
     """Which backbone `auto` chose for the first lesson, and why."""
 

@@ -2,6 +2,7 @@
 
     model.safetensors      what was learned (without the backbone) and the description
     versions/NUMBER.safetensors   earlier and undone versions, for `undo` and `redo`
+    checks.json            what lessons cost older classes, as measured by the service
     .progress              only while a training is unfinished: its checkpoints
     .learning.json         only while `coda learn` runs: which images, on which version
 
@@ -81,6 +82,8 @@ class TaskRecord(FileSchema):
     """Number of held-out images the temperature was fitted on."""
     watched: WatchedAccuracy | None = None
     """What the lesson cost the older classes; None if no image was watched."""
+    predictions: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Held-out images by correct and by predicted class, right after the lesson."""
 
 
 class BackboneRecord(FileSchema):
