@@ -16,6 +16,7 @@ from fastapi import APIRouter, Response
 from coda_prompt.learner import held_out, store
 from coda_prompt.serve import schemas
 from coda_prompt.serve.editing import CurrentService
+from coda_prompt.serve.learning_process import MAX_REASON_LENGTH
 from coda_prompt.serve.service import Service, Version
 from coda_prompt.serve.uploads import RequestError
 
@@ -110,5 +111,6 @@ async def _export(service: Service, version: Version) -> bytes:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            raise RequestError(503, f"The export failed. {errors.decode('utf-8', 'replace')[-400:]}")
+            reason = errors.decode("utf-8", "replace")[-MAX_REASON_LENGTH:].strip()
+            raise RequestError(503, f"The export failed. {reason}")
         return out.read_bytes()
