@@ -766,7 +766,7 @@ def test_curl_examples_of_the_docs(model_copy: Path, tmp_path: Path) -> None:
     image = png(SOURCE.train.image(0))
     (tmp_path / "classes.zip").write_bytes(make_zip({f"cat/{n}.png": image for n in range(3)}))
     lines = script.replace("\\\n", "").strip().splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 15
     with served(str(model_copy)) as client:
         for line in lines:
             done = subprocess.run(
