@@ -40,8 +40,10 @@ const share = (value) => (value === null ? "–" : percent(value));
 
 function table(caption, heads, rows) {
   const columns = heads.map((textContent) => make("th", { scope: "col", textContent }));
-  return make("div", { className: "scroll" }, make("table", {}, make("caption", { textContent: caption }),
+  const box = make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: caption });
+  box.append(make("table", {}, make("caption", { textContent: caption }),
     make("thead", {}, make("tr", {}, ...columns)), make("tbody", {}, ...rows)));
+  return box;
 }
 
 function showLessons({ entries, versions }) {
