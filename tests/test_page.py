@@ -186,7 +186,7 @@ def shows(page: Any, selector: str, text: str) -> None:
     """Wait until an element contains a text."""
     from playwright.sync_api import expect
 
-    expect(page.locator(selector)).to_contain_text(text)
+    expect(page.locator(selector)).to_contain_text(text, use_inner_text=True)
 
 
 def has_focus(page: Any, selector: str) -> None:
