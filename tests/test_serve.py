@@ -201,8 +201,11 @@ def test_model_folder_and_onnx_can_be_downloaded(
     assert f'filename="model-{version}.zip"' in packed.headers["content-disposition"]
     with zipfile.ZipFile(io.BytesIO(packed.content)) as archive:
         archive.extractall(tmp_path)
-    for name in ("model.safetensors", "config.json", "README.md"):
-        assert (tmp_path / "model" / name).read_bytes() == (model / name).read_bytes()
+    unpacked, name = tmp_path / "model", "model.safetensors"
+    assert (unpacked / name).read_bytes() == (model / name).read_bytes()
+    assert (unpacked / "README.md").exists()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (unpacked, model)]
+    assert configs[0] == configs[1]
     onnx = pytest.importorskip("onnx")
     exported = onnx.load_from_string(client.get("/v1/model.onnx").content)
     metadata = {entry.key: json.loads(entry.value) for entry in exported.metadata_props}

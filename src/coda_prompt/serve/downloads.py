@@ -20,7 +20,7 @@ from coda_prompt.serve.learning_process import MAX_REASON_LENGTH
 from coda_prompt.serve.service import Service, Version
 from coda_prompt.serve.uploads import RequestError
 
-EXPORT_TIMEOUT = 300.0
+EXPORT_TIMEOUT = 900.0
 """Seconds after which an export to ONNX gets status 504."""
 FOLDER = "model"
 """Name of the folder in the zip file."""
