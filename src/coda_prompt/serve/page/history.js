@@ -36,7 +36,6 @@ export function refresh() {
 view.addEventListener("toggle", () => setVersion(wanted));
 
 const cell = (textContent, className = "") => make("td", { textContent, className });
-const share = (value) => (value === null ? "–" : percent(value));
 
 function table(caption, heads, rows) {
   const columns = heads.map((textContent) => make("th", { scope: "col", textContent }));
@@ -51,7 +50,7 @@ function showLessons({ entries, versions }) {
   const undone = versions.slice(current + 1).map(({ newest, number }) => ({ ...newest, version: number, undone: true }));
   const rows = [...entries, ...undone].map((entry) => lessonRow(entry, versions[current].number)).reverse();
   element("lessons").replaceChildren(rows.length
-    ? table("Lessons and edits, the newest first", ["What", "Images", "Accuracy", "Older classes", "Version"], rows)
+    ? table("Lessons and edits, the newest first", ["What", "Result", "Version"], rows)
     : make("p", { className: "hint", textContent: "No lessons yet." }));
 }
 
@@ -60,9 +59,12 @@ function lessonRow(entry, current) {
   const names = [...entry.new, ...entry.continued.map((name) => `${name} (more images)`)];
   const what = make("th", { scope: "row", textContent: lesson ? shortened(names) : entry.what, title: names.join(", ") },
     make("span", { className: "hint", textContent: ` ${new Date(entry.date).toLocaleString()}${entry.undone ? ", undone" : ""}` }));
-  const cost = entry.older_before === null ? "–" : `${percent(entry.older_before)} → ${percent(entry.older_after)}`;
-  const numbers = lesson ? [`${entry.images}`, share(entry.accuracy), cost] : ["", "", ""];
-  return make("tr", { className: entry.undone ? "undone" : "" }, what, ...numbers.map((text) => cell(text)),
+  const results = lesson ? [
+    `${entry.images} images`,
+    entry.accuracy === null ? "" : `accuracy ${percent(entry.accuracy)}`,
+    entry.older_before === null ? "" : `older classes ${percent(entry.older_before)} → ${percent(entry.older_after)}`,
+  ] : [];
+  return make("tr", { className: entry.undone ? "undone" : "" }, what, cell(results.filter(Boolean).join(", "), "wrap"),
     make("td", {}, versionOf(entry, current, what.title || entry.what)));
 }
 
