@@ -190,10 +190,13 @@ def main() -> None:
                 drawings_folder, bodies, options.requests, options.callers
             )
             show(results["throughput"], "Throughput")
-        during = options.during, options.callers
+        photos, photo_lessons = photo_model(photo_folder)
         results["while learning"] = [
-            while_learning("drawings", drawings_folder, images, lessons, *during),
-            while_learning("photographs", photo_folder, *photo_model(photo_folder), *during),
+            while_learning(name, folder, *data, options.during, options.callers)
+            for name, folder, data in (
+                ("drawings", drawings_folder, (images, lessons)),
+                ("photographs", photo_folder, (photos, photo_lessons)),
+            )
         ]
         show(results["while learning"], "While it learns")
     write_atomically(options.out, json.dumps(results, indent=1).encode())
