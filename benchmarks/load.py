@@ -1,16 +1,17 @@
 """Measure the service under load: with and without batching, and while it learns.
 
-    python benchmarks/load.py [--requests 1500] [--callers 32] [--out FILE]
+    python benchmarks/load.py [--requests 1500] [--callers 32] [--lessons-only] [--out FILE]
 
 Each service runs in its own process, as started by `coda serve`; this process sends the requests.
-The two services are measured alternately, and medians over rounds are reported. The model is that
-of the demo page.
+The two services are measured alternately, and medians over rounds are reported. The models are that
+of the demo page for drawings, and for photographs one on `photo` that has learned two classes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -24,7 +25,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+from PIL import Image
 from speed import machine, show
+from teach import photographs
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.cli.serve import DEMO_MODEL
@@ -104,12 +107,36 @@ def throughput(folder: Path, bodies: list[bytes], requests: int, callers: int) -
     ]
 
 
-def while_learning(folder: Path, images: Any, requests: int, callers: int) -> list[Any]:
+def demo_model(folder: Path) -> Any:
+    """Copy the demo model; return images to classify and two lessons."""
+    with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as demo:
+        shutil.copytree(demo, folder)
+    lessons = [drawings(range(first, first + 5), 20) for first in (50, 60)]
+    return drawings(range(40), 2, test=True)[0], lessons
+
+
+def photo_model(folder: Path) -> Any:
+    """Teach a model two classes of photographs; return images to classify and two lessons."""
+    classes = [
+        [np.asarray(Image.open(io.BytesIO(file))) for file in photographs(n)] for n in range(6)
+    ]
+    tasks = []
+    for first in (0, 2, 4):
+        names = [f"class {first + n // len(classes[0])}" for n in range(2 * len(classes[0]))]
+        tasks.append((classes[first] + classes[first + 1], names))
+    classifier = ContinualClassifier("photo", verbose=False)
+    classifier.learn(*tasks[0])
+    classifier.save(folder)
+    return [image for images in classes for image in images[:4]], tasks[1:]
+
+
+def while_learning(
+    name: str, folder: Path, images: Any, lessons: Any, requests: int, callers: int
+) -> dict[str, Any]:
     """Check that every answer during two lessons is that of the model version it names."""
     bodies = [png(image) for image in images]
     versions = [ContinualClassifier.load(folder)]
     with served(str(folder)) as client:
-        lessons = [drawings(range(first, first + 5), 20) for first in (50, 60)]
         jobs = []
 
         async def both() -> dict[str, Any]:
@@ -134,35 +161,44 @@ def while_learning(folder: Path, images: Any, requests: int, callers: int) -> li
         returned = {each["label"]: each["probability"] for each in answer["predictions"][0]["top"]}
         values = np.array([returned.get(name, np.nan) for name in classes])
         wrong += status != 200 or not np.allclose(values, probabilities[index], atol=1e-4)
-    return [
-        {
-            "requests": requests,
-            "answered": len(run["answers"]),
-            "wrong": wrong,
-            "lessons": ", ".join(job["state"] for job in jobs),
-            "versions": json.dumps(answers_by_version),
-            "requests a second": run["rate"],
-        }
-    ]
+    return {
+        "model": name,
+        "requests": requests,
+        "answered": len(run["answers"]),
+        "wrong": wrong,
+        "lessons": ", ".join(job["state"] for job in jobs),
+        "versions": json.dumps(answers_by_version),
+        "requests a second": run["rate"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--callers", type=int, default=32)
+    parser.add_argument("--lessons-only", action="store_true", help="Leave out the throughput.")
+    parser.add_argument("--during", type=int, default=5000, help="Requests during the lessons.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/load.json"))
     options = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "model"
-        with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as demo:
-            shutil.copytree(demo, folder)
-        images, _ = drawings(range(40), 2, test=True)
-        bodies = [png(image) for image in images]
-        rates = throughput(folder, bodies, options.requests, options.callers)
-        show(rates, "Throughput")
-        during = while_learning(folder, images, 5000, options.callers)
-        show(during, "While it learns")
-    results = {"machine": machine(), "throughput": rates, "while learning": during}
+        drawings_folder, photo_folder = Path(temporary) / "drawings", Path(temporary) / "photo"
+        images, lessons = demo_model(drawings_folder)
+        if not options.lessons_only:
+            bodies = [png(image) for image in images]
+            results["throughput"] = throughput(
+                drawings_folder, bodies, options.requests, options.callers
+            )
+            show(results["throughput"], "Throughput")
+        photos, photo_lessons = photo_model(photo_folder)
+        results["while learning"] = [
+            while_learning(name, folder, *data, options.during, options.callers)
+            for name, folder, data in (
+                ("drawings", drawings_folder, (images, lessons)),
+                ("photographs", photo_folder, (photos, photo_lessons)),
+            )
+        ]
+        show(results["while learning"], "While it learns")
     write_atomically(options.out, json.dumps(results, indent=1).encode())
 
 

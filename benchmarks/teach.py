@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import statistics
 import sys
 import time
@@ -31,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from drawings import drawings  # type: ignore[import-not-found]
 from serving import png, served  # type: ignore[import-not-found]
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""As `coda serve` sets it; here torch is imported before the command runs."""
 IMAGES = 12
 FRAME = 320
 """Pixels of a square frame of the page's camera."""

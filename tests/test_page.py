@@ -1,7 +1,7 @@
 """The web page in a real browser (Chromium through Playwright, with a fake camera).
 
-`CODA_AXE=path/to/axe.min.js` (npm package axe-core) also checks accessibility, and
-`CODA_SCREENSHOTS=folder` saves screenshots.
+`CODA_AXE=path/to/axe.min.js` (npm package axe-core) also checks the accessibility of every state,
+and `CODA_SCREENSHOTS=folder` saves screenshots: both for desktop and phone, light and dark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawings import NAMES, SOURCE
+from drawings import NAMES, SOURCE, taught
 from serving import png, served
 from small import TINY, tiny_vit
 
@@ -29,6 +29,8 @@ from coda_prompt.preprocessing import Preprocessing
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+LAYOUTS = [("light", 1100), ("dark", 1100), ("light", 390), ("dark", 390)]
+"""Colour scheme and width of desktop and phone."""
 QUIET = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -73,9 +75,17 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def demo_url() -> Iterator[str]:
-    """A service whose model no test changes."""
-    with served() as client:
+def photo_backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny backbone for photographs."""
+    path = tmp_path_factory.mktemp("photo") / "colour.safetensors"
+    write_weights(path, tiny_vit(config=replace(TINY, channels=3)), Preprocessing(16))
+    return path
+
+
+@pytest.fixture(scope="module")
+def demo_url(photo_backbone: Path) -> Iterator[str]:
+    """A service whose models, for drawings and for photographs, no test changes."""
+    with served("--backbone", str(photo_backbone)) as client:
         yield str(client.base_url)
 
 
@@ -86,25 +96,31 @@ def page(browser: Any, demo_url: str) -> Iterator[Any]:
         yield page
 
 
-@pytest.fixture(scope="module")
-def photo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model on a tiny backbone for photographs, with nothing learned."""
-    folder = tmp_path_factory.mktemp("photo")
-    vit = tiny_vit(config=replace(TINY, channels=3))
-    write_weights(folder / "colour.safetensors", vit, Preprocessing(16))
-    ContinualClassifier(str(folder / "colour.safetensors"), method="ncm").save(folder / "model")
-    return folder / "model"
+@pytest.fixture
+def photo_model(photo_backbone: Path, tmp_path: Path) -> Path:
+    """A model on the tiny backbone, with nothing learned."""
+    ContinualClassifier(str(photo_backbone), method="ncm").save(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def screenshot(page: Any, name: str) -> None:
-    """Save a screenshot if they are wanted, and check accessibility if axe-core is there."""
-    if SHOTS:
-        page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
-    if AXE:
-        page.evaluate(Path(AXE).read_text("utf-8"))
-        violations = page.evaluate("axe.run().then(result => result.violations)")
-        found = [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations]
-        assert not found, f"{name}: {found}"
+    """Save screenshots if they are wanted, and check accessibility if axe-core is there."""
+    if not SHOTS and not AXE:
+        return
+    before = page.viewport_size
+    for scheme, width in LAYOUTS:
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": before["height"]})
+        state = f"{name}-{scheme}-{width}"
+        if SHOTS:
+            page.screenshot(path=f"{SHOTS}/{state}.png", full_page=True)
+        if AXE:
+            page.evaluate(Path(AXE).read_text("utf-8"))
+            violations = page.evaluate("axe.run().then(result => result.violations)")
+            found = [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations]
+            assert not found, f"{state}: {found}"
+    page.emulate_media(color_scheme="null")
+    page.set_viewport_size(before)
 
 
 def send_files(page: Any, target: str, images: list[Any], kind: str) -> None:
@@ -170,7 +186,7 @@ def shows(page: Any, selector: str, text: str) -> None:
     """Wait until an element contains a text."""
     from playwright.sync_api import expect
 
-    expect(page.locator(selector)).to_contain_text(text)
+    expect(page.locator(selector)).to_contain_text(text, use_inner_text=True)
 
 
 def has_focus(page: Any, selector: str) -> None:
@@ -282,8 +298,9 @@ def demo_image(page: Any, tmp_path: Path) -> tuple[Path, str]:
 
 
 def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path: Path) -> None:
+    taught(range(6)).save(tmp_path / "model")
     with (
-        served() as client,
+        served(str(tmp_path / "model")) as client,
         opened(browser, str(client.base_url)) as page,
         opened(browser, str(client.base_url)) as other,
     ):
@@ -302,8 +319,8 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         other.evaluate(  # what is shown for a moment only is in the records too
             """new MutationObserver((records) => {
                 const texts = records.flatMap(({ addedNodes }) => [...addedNodes]);
-                window.shown ||= records.some(({ target }) => target.id === 'progress');
-                window.told ||= texts.some((node) => node.data?.includes('Another page'));
+                window.sawProgress ||= records.some(({ target }) => target.id === 'progress');
+                window.sawReport ||= texts.some((node) => node.data?.includes('Another page'));
             }).observe(document.querySelector('#teaching'),
                 { subtree: true, attributeFilter: ['hidden'], childList: true })"""
         )
@@ -314,7 +331,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
             )
             assert tab.locator("#report").inner_text().startswith("Learned my zigzag, my grid in")
             tab.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 2")
-        assert other.evaluate("[window.shown, window.told]") == [True, True]
+        assert other.evaluate("[window.sawProgress, window.sawReport]") == [True, True]
         for name, shape in shapes.items():
             page.click("#clear")
             draw(page, shape(random.Random(99)))
@@ -322,6 +339,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         screenshot(page, "taught")
         page.set_input_files("#predict-file", path)
         wait_for_prediction(page, old)
+        check_history(page)
         page.click("#undo")
         for tab in (page, other):
             tab.wait_for_function("!document.querySelector('#classes').textContent.includes('my ')")
@@ -331,12 +349,12 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         assert "my zigzag" not in predictions(page)
         page.click("#redo")
         wait_for_prediction(page, "my zigzag")
-        page.get_by_role("button", name="my zigzag").last.click()
+        page.locator("#classes").get_by_role("button", name="my zigzag").click()
         page.fill("#new-name", "lightning")
         page.keyboard.press("Enter")
         wait_for_prediction(page, "lightning")
         page.once("dialog", lambda dialog: dialog.accept())
-        page.get_by_role("button", name="lightning").last.click()
+        page.locator("#classes").get_by_role("button", name="lightning").click()
         screenshot(page, "editor")
         page.click("#forget")
         for tab in (page, other):
@@ -346,11 +364,31 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         assert "my grid" in page.locator("#classes").inner_text()
 
 
-def test_teach_photographs_with_camera_drop_and_paste(
-    browser: Any, photo_model: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(photo_model, tmp_path / "model")
-    with served(str(tmp_path / "model")) as client, opened(browser, str(client.base_url)) as page:
+def check_history(page: Any) -> None:
+    """Check the view of lessons, accuracy and downloads after a lesson; restore versions."""
+    page.click("#learned summary")
+    page.wait_for_selector("#learned[data-version]")
+    newest = "#lessons tbody tr:first-child"
+    shows(page, newest, "my zigzag, my grid")
+    shows(page, newest, "→")  # what the lesson cost
+    shows(page, newest, "current")
+    shows(page, "#class-accuracy", "my grid")
+    shows(page, "#confused", "confused")
+    screenshot(page, "history")
+    with page.expect_download() as download:
+        page.click("#download-zip")
+    assert download.value.suggested_filename.endswith(".zip")
+    shows(page, "#download-hint", "was downloaded")
+    page.get_by_role("button", name="Restore").last.click()
+    page.wait_for_selector("#classes li.new-class", state="detached")
+    shows(page, newest, "undone")
+    page.locator(newest).get_by_role("button", name="Restore").click()
+    shows(page, newest, "current")
+    shows(page, "#classes", "my grid")
+
+
+def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model: Path) -> None:
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
         assert page.locator("h1").inner_text() == "Show and teach"
         for hidden in ("#canvas", "#undo-stroke", "#clear"):
             assert not page.locator(hidden).is_visible()
@@ -393,14 +431,11 @@ def test_teach_photographs_with_camera_drop_and_paste(
         screenshot(page, "photographs")
 
 
-def test_page_shows_that_the_service_is_gone_and_returns(
-    browser: Any, photo_model: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(photo_model, tmp_path / "model")
+def test_page_shows_that_the_service_is_gone_and_returns(browser: Any, photo_model: Path) -> None:
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(contextlib.ExitStack())
         port = str(20_000 + os.getpid() % 10_000)  # one that the system gives to nobody meanwhile
-        client = service.enter_context(served(str(tmp_path / "model"), "--port", port))
+        client = service.enter_context(served(str(photo_model), "--port", port))
         page = stack.enter_context(opened(browser, str(client.base_url)))
         page.fill("#name", "red")
         send_files(page, "#teaching", colours(180, 0, 0), "drop")
@@ -409,7 +444,7 @@ def test_page_shows_that_the_service_is_gone_and_returns(
         page.wait_for_selector("#gone:not([hidden])")
         page.wait_for_selector("#teach:disabled")
         screenshot(page, "gone")
-        stack.enter_context(served(str(tmp_path / "model"), "--port", port))
+        stack.enter_context(served(str(photo_model), "--port", port))
         page.wait_for_selector("#gone", state="hidden")
         page.click("#teach:enabled")
         page.wait_for_function("document.querySelectorAll('#classes li').length === 1")
@@ -420,6 +455,7 @@ def test_errors_are_shown(page: Any, tmp_path: Path) -> None:
     wrong.write_text("no image")
     page.set_input_files("#predict-file", wrong)
     shows(page, "#error", "it is not an image that can be read")
+    screenshot(page, "error")
     draw(page, ring(random.Random(0)))
     page.wait_for_selector("#error", state="hidden")
     page.click("#add")
@@ -443,9 +479,7 @@ def test_keyboard_navigation(page: Any) -> None:
     assert unnamed == 0
 
 
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1100), ("dark", 1100), ("light", 390), ("dark", 390)]
-)
+@pytest.mark.parametrize(("scheme", "width"), LAYOUTS)
 def test_light_dark_and_phone_layout(scheme: str, width: int, browser: Any, demo_url: str) -> None:
     options = {
         "color_scheme": scheme,
@@ -460,15 +494,28 @@ def test_light_dark_and_phone_layout(scheme: str, width: int, browser: Any, demo
         assert bright == (scheme == "light")
         wider = page.evaluate("document.documentElement.scrollWidth > innerWidth")
         assert not wider, "nothing is cut off"
-        screenshot(page, f"drawings-{scheme}-{width}")
 
 
-def test_token_can_be_entered_on_the_page(browser: Any) -> None:
-    with served(CODA_TOKEN="correct horse") as client:
+def test_page_names_its_kind_of_images_and_links_to_the_other_model(page: Any) -> None:
+    screenshot(page, "start")
+    shows(page, "#kind", "This model is for drawings.")
+    page.get_by_role("link", name="photographs").click()
+    page.wait_for_selector("body[data-ready]")
+    shows(page, "#kind", "This model is for photographs.")
+    shows(page, "#models [aria-current=page]", "photographs")
+    screenshot(page, "start-photographs")
+    page.get_by_role("link", name="drawings").click()
+    page.wait_for_selector("#canvas")
+
+
+def test_token_can_be_entered_on_the_page(browser: Any, tmp_path: Path) -> None:
+    taught(range(6)).save(tmp_path)
+    with served(str(tmp_path), CODA_TOKEN="correct horse") as client:
         page = browser.new_context().new_page()
         page.goto(str(client.base_url))
         page.wait_for_selector("#token-form:not([hidden])")
+        screenshot(page, "token")
         page.fill("#token", "correct horse")
         page.click("#token-form button")
-        page.wait_for_function("document.querySelectorAll('#classes li').length > 10")
+        page.wait_for_function("document.querySelectorAll('#classes li').length === 6")
         assert NAMES[0] in page.locator("#classes").inner_text()

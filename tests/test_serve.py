@@ -64,8 +64,36 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def teaching_service(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("teachable") / "model"
+    shutil.copytree(model, folder)
+    with served(str(folder)) as client:
+        yield client
+
+
 @pytest.fixture
-def model_copy(slow_model: Path, tmp_path: Path) -> Path:
+def teachable(teaching_service: httpx.Client, model: Path) -> httpx.Client:
+    """A service that a test may teach; its learning process is warm after the first test."""
+    number = store.read_description(model).number
+    versions = teaching_service.get("/v1/history").json()["versions"]
+    if number != next(each["number"] for each in versions if each["current"]):
+        restored = teaching_service.post(f"/v1/undo?to={number}")
+        assert restored.status_code == 200, restored.text
+    return teaching_service
+
+
+@pytest.fixture
+def model_copy(model: Path, tmp_path: Path) -> Path:
+    """A copy of the model for one test."""
+    shutil.copytree(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def slow_copy(slow_model: Path, tmp_path: Path) -> Path:
     """A copy of the slow model for one test."""
     shutil.copytree(slow_model, tmp_path / "model")
     return tmp_path / "model"
@@ -181,6 +209,28 @@ def test_explanation_has_nearest_classes_and_prompt_weights(
     assert all(-1 <= weight <= 1 for each in prompts for weight in each.weights)
 
 
+# -- downloads
+
+
+def test_model_folder_and_onnx_can_be_downloaded(
+    client: httpx.Client, model: Path, tmp_path: Path
+) -> None:
+    version = client.get("/v1/model").json()["version"]
+    packed = client.get("/v1/model.zip")
+    assert f'filename="model-{version}.zip"' in packed.headers["content-disposition"]
+    with zipfile.ZipFile(io.BytesIO(packed.content)) as archive:
+        archive.extractall(tmp_path)
+    unpacked, name = tmp_path / "model", "model.safetensors"
+    assert (unpacked / name).read_bytes() == (model / name).read_bytes()
+    assert (unpacked / "README.md").exists()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (unpacked, model)]
+    assert configs[0] == configs[1]
+    onnx = pytest.importorskip("onnx")
+    exported = onnx.load_from_string(client.get("/v1/model.onnx").content)
+    metadata = {entry.key: json.loads(entry.value) for entry in exported.metadata_props}
+    assert metadata["classes"] == list(NAMES[:6])
+
+
 # -- lessons
 
 
@@ -192,14 +242,16 @@ def test_model_without_classes_refuses_predictions_until_its_first_lesson(tmp_pa
         for route in ("predict", "explain"):
             refused = client.post(f"/v1/{route}", files=files(images[:1]))
             assert "not learned any class" in problem_detail(refused, 409)
+        assert "not learned any class" in problem_detail(client.get("/v1/model.onnx"), 409)
+        assert client.get("/v1/accuracy").json()["classes"] == []
+        assert client.get("/v1/history").json()["entries"] == []
         assert wait_for_job(client, teach(client, images, labels))["state"] == "done"
         answer = client.post("/v1/predict", files=files(images[:1])).json()
         assert answer["predictions"][0]["label"] == NAMES[0]
 
 
-def test_learning_process_is_warm_and_replaced_when_it_dies(model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    with served(str(tmp_path / "model")) as client:
+def test_learning_process_is_warm_and_replaced_when_it_dies(model_copy: Path) -> None:
+    with served(str(model_copy)) as client:
         pid = client.pid  # type: ignore[attr-defined]
         assert children_of(pid) == []
         client.get("/v1/model")
@@ -226,25 +278,23 @@ def wait_for_children(pid: int) -> list[int]:
     return children
 
 
-def test_every_client_sees_the_states_of_a_lesson(model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    with served(str(tmp_path / "model")) as client:
-        states = []
-        with client.stream("GET", "/v1/events") as events:
-            for line in events.iter_lines():
-                if not line:
-                    continue
-                states.append(json.loads(line.removeprefix("data: ")))
-                job = states[-1]["job"]
-                if len(states) == 1:
-                    assert job is None
-                    teach(client, *drawings([8], 5))
-                elif job is not None and job["stage"] == "done":
-                    break
-        assert any(state["learning"] for state in states)
-        last = states[-1]
-        assert last["version"] == last["job"]["version"] != states[0]["version"]
-        assert last["job"]["learned"]["kept"]["classes"] == 6
+def test_every_client_sees_the_states_of_a_lesson(teachable: httpx.Client) -> None:
+    states, job = [], None
+    with teachable.stream("GET", "/v1/events") as events:
+        for line in events.iter_lines():
+            if not line:
+                continue
+            states.append(json.loads(line.removeprefix("data: ")))
+            newest = states[-1]["job"]
+            if job is None:
+                job = teach(teachable, *drawings([8], 5))
+            elif newest is not None and newest["id"] == job["id"] and newest["stage"] == "done":
+                break
+    assert not states[0]["learning"]
+    assert any(state["learning"] for state in states)
+    last = states[-1]
+    assert last["version"] == last["job"]["version"] != states[0]["version"]
+    assert last["job"]["learned"]["kept"]["classes"] == 6
 
 
 def test_several_models_are_served_side_by_side(tmp_path: Path) -> None:
@@ -274,40 +324,54 @@ def test_several_models_are_served_side_by_side(tmp_path: Path) -> None:
         assert len(client.get("/v1/classes").json()["classes"]) == 40
 
 
-def test_lesson_and_undo(model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "model")
+def test_lesson_and_undo(teachable: httpx.Client, model: Path) -> None:
+    client = teachable
     images, labels = drawings([8, 9], 8)
-    with served(str(tmp_path / "model")) as client:
-        before = client.get("/v1/classes").json()
-        job = teach(client, images, labels)
-        states = []
-        with client.stream("GET", f"/v1/jobs/{job['id']}/events") as events:
-            for line in events.iter_lines():
-                if line:
-                    states.append(json.loads(line.removeprefix("data: ")))
-        last = states[-1]
-        assert last["state"] == "done", last
-        assert last["learned"]["new"] == [NAMES[8], NAMES[9]]
-        assert set(last["learned"]["kept"]) == {"classes", "before", "after"}
-        after = client.get("/v1/classes").json()
-        assert after["version"] == last["version"] != before["version"]
-        assert after["classes"] == [*before["classes"], NAMES[8], NAMES[9]]
-        same = ContinualClassifier.load(model)
-        same.learn([Image.fromarray(image) for image in images], labels)
-        tests = drawings(range(10), 1, test=True)[0]
-        answer = client.post("/v1/predict?top=8", files=files(tests)).json()
-        for prediction, probabilities in zip(
-            answer["predictions"], same.predict_proba(tests), strict=True
-        ):
-            assert prediction["probability"] == pytest.approx(probabilities.max(), abs=1e-5)
-        assert client.post("/v1/undo").json() == before
-        assert client.get("/v1/classes").json() == before
-        while (undone := client.post("/v1/undo")).status_code == 200:
-            assert len(undone.json()["classes"]) < len(before["classes"])
-        assert "no earlier version" in problem_detail(undone, 409)
+    before = client.get("/v1/classes").json()
+    job = teach(client, images, labels)
+    states = []
+    with client.stream("GET", f"/v1/jobs/{job['id']}/events") as events:
+        for line in events.iter_lines():
+            if line:
+                states.append(json.loads(line.removeprefix("data: ")))
+    last = states[-1]
+    assert last["state"] == "done", last
+    assert last["learned"]["new"] == [NAMES[8], NAMES[9]]
+    kept = last["learned"]["kept"]
+    assert (kept["classes"], kept["images"]) == (6, 30)
+    shown = client.get("/v1/history").json()
+    newest = shown["entries"][-1]
+    assert newest["new"] == [NAMES[8], NAMES[9]]
+    assert (newest["older_before"], newest["older_after"]) == (kept["before"], kept["after"])
+    numbers = [each["number"] for each in shown["versions"]]
+    assert [each["current"] for each in shown["versions"]] == [False, False, True]
+    assert [each["version"] for each in shown["entries"]] == numbers
+    held_out = client.get("/v1/accuracy").json()["classes"]
+    assert [each["label"] for each in held_out] == [*NAMES[:6], NAMES[8], NAMES[9]]
+    after = client.get("/v1/classes").json()
+    assert after["version"] == last["version"] != before["version"]
+    assert after["classes"] == [*before["classes"], NAMES[8], NAMES[9]]
+    same = ContinualClassifier.load(model)
+    same.learn([Image.fromarray(image) for image in images], labels)
+    tests = drawings(range(10), 1, test=True)[0]
+    answer = client.post("/v1/predict?top=8", files=files(tests)).json()
+    for prediction, probabilities in zip(
+        answer["predictions"], same.predict_proba(tests), strict=True
+    ):
+        assert prediction["probability"] == pytest.approx(probabilities.max(), abs=1e-5)
+    assert client.post("/v1/undo").json() == before
+    assert client.get("/v1/classes").json() == before
+    undone = client.get("/v1/history").json()["versions"][-1]
+    assert not undone["current"]
+    assert undone["newest"]["new"] == [NAMES[8], NAMES[9]]
+    assert client.post(f"/v1/undo?to={undone['number']}").json() == after
+    assert client.post("/v1/undo").json() == before
+    while (undone := client.post("/v1/undo")).status_code == 200:
+        assert len(undone.json()["classes"]) < len(before["classes"])
+    assert "no earlier version" in problem_detail(undone, 409)
 
 
-def test_lesson_from_zip_of_class_folders(model_copy: Path) -> None:
+def test_lesson_from_zip_of_class_folders(teachable: httpx.Client) -> None:
     images, labels = drawings([8, 9], 5)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -315,23 +379,22 @@ def test_lesson_from_zip_of_class_folders(model_copy: Path) -> None:
             archive.writestr(f"things/{label}/{number}.png", png(image))
         archive.writestr("things/readme.txt", "no image")
         archive.writestr("__MACOSX/things/._x.png", "no image")
-    with served(str(model_copy)) as client:
-        sent = client.post("/v1/learn", files={"archive": ("a.zip", buffer.getvalue())})
-        job = wait_for_job(client, sent.json())
-        assert job["state"] == "done", job
-        assert job["images"] == 10
-        assert client.get("/v1/classes").json()["classes"] == [*NAMES[:4], NAMES[8], NAMES[9]]
+    sent = teachable.post("/v1/learn", files={"archive": ("a.zip", buffer.getvalue())})
+    job = wait_for_job(teachable, sent.json())
+    assert job["state"] == "done", job
+    assert job["images"] == 10
+    assert teachable.get("/v1/classes").json()["classes"] == [*NAMES[:6], NAMES[8], NAMES[9]]
 
 
-def test_predictions_during_a_lesson_match_the_version_they_name(model_copy: Path) -> None:
+def test_predictions_during_a_lesson_match_the_version_they_name(slow_copy: Path) -> None:
     """Concurrent clients before, during and after a lesson; no request is lost or mixed up."""
     tests, _ = drawings(range(4), 5, test=True)
     bodies = [png(image) for image in tests]
-    first = ContinualClassifier.load(model_copy)
+    first = ContinualClassifier.load(slow_copy)
     answers: list[tuple[int, dict[str, Any]]] = []
     refused: list[str] = []
     stop = threading.Event()
-    with served(str(model_copy)) as client:
+    with served(str(slow_copy)) as client:
 
         def send_requests(start: int) -> None:
             index = start
@@ -364,7 +427,7 @@ def test_predictions_during_a_lesson_match_the_version_they_name(model_copy: Pat
             for thread in threads:
                 thread.join()
     assert refused == []
-    second = ContinualClassifier.load(model_copy)
+    second = ContinualClassifier.load(slow_copy)
     expected = {}
     for version, classifier in (("1", first), ("2", second)):
         expected[version] = (classifier.classes_, classifier.predict_proba(tests))
@@ -394,9 +457,9 @@ def learning_process(client: httpx.Client, job: dict[str, Any]) -> int:
     raise AssertionError("the lesson did not start training")
 
 
-def test_killed_lesson_changes_neither_service_nor_model(model_copy: Path) -> None:
-    before_bytes = (model_copy / "model.safetensors").read_bytes()
-    with served(str(model_copy)) as client:
+def test_killed_lesson_changes_neither_service_nor_model(slow_copy: Path) -> None:
+    before_bytes = (slow_copy / "model.safetensors").read_bytes()
+    with served(str(slow_copy)) as client:
         before = client.get("/v1/classes").json()
         job = teach(client, *drawings(range(8, 14), 20))
         busy = client.post("/v1/learn", files=files(drawings([9], 1)[0]), data={"labels": ["x"]})
@@ -409,14 +472,14 @@ def test_killed_lesson_changes_neither_service_nor_model(model_copy: Path) -> No
         assert "died" in answer["reason"]
         assert client.get("/v1/classes").json() == before
         assert client.post("/v1/predict", files=files(drawings([0], 1)[0])).status_code == 200
-        assert (model_copy / "model.safetensors").read_bytes() == before_bytes
+        assert (slow_copy / "model.safetensors").read_bytes() == before_bytes
         again = wait_for_job(client, teach(client, *drawings([8], 5)))
         assert again["state"] == "done", again
 
 
-def test_killed_service_leaves_model_intact_and_no_orphan_process(model_copy: Path) -> None:
-    before_bytes = (model_copy / "model.safetensors").read_bytes()
-    with served(str(model_copy)) as client:
+def test_killed_service_leaves_model_intact_and_no_orphan_process(slow_copy: Path) -> None:
+    before_bytes = (slow_copy / "model.safetensors").read_bytes()
+    with served(str(slow_copy)) as client:
         job = teach(client, *drawings(range(8, 14), 20))
         child = learning_process(client, job)
         os.kill(client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -424,8 +487,8 @@ def test_killed_service_leaves_model_intact_and_no_orphan_process(model_copy: Pa
         while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not Path(f"/proc/{child}").exists()
-    assert (model_copy / "model.safetensors").read_bytes() == before_bytes
-    with served(str(model_copy)) as client:
+    assert (slow_copy / "model.safetensors").read_bytes() == before_bytes
+    with served(str(slow_copy)) as client:
         job = wait_for_job(client, teach(client, *drawings([8], 5)))
         assert job["state"] == "done", job
 
@@ -621,15 +684,13 @@ def test_invalid_requests_are_refused(client: httpx.Client) -> None:
     problem_detail(client.post("/v1/learn", files=image, data={"labels": ["x" * 101]}), 422)
 
 
-def test_lesson_with_bad_image_fails_with_a_message(model_copy: Path) -> None:
+def test_lesson_with_bad_image_fails_with_a_message(teachable: httpx.Client) -> None:
     good, bad = png(SOURCE.train.image(0)), b"no image"
     sent = [("images", ("a.png", good)), ("images", ("b.png", bad))]
-    with served(str(model_copy)) as client:
-        job = wait_for_job(
-            client, client.post("/v1/learn", files=sent, data={"labels": ["a"]}).json()
-        )
-        assert job["state"] == "failed"
-        assert "image 2 (a): it is not an image" in job["reason"]
+    started = teachable.post("/v1/learn", files=sent, data={"labels": ["a"]})
+    job = wait_for_job(teachable, started.json())
+    assert job["state"] == "failed"
+    assert "image 2 (a): it is not an image" in job["reason"]
 
 
 def test_requests_from_other_origins_and_hosts_are_refused(client: httpx.Client) -> None:
@@ -727,7 +788,7 @@ def test_curl_examples_of_the_docs(model_copy: Path, tmp_path: Path) -> None:
     image = png(SOURCE.train.image(0))
     (tmp_path / "classes.zip").write_bytes(make_zip({f"cat/{n}.png": image for n in range(3)}))
     lines = script.replace("\\\n", "").strip().splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 15
     with served(str(model_copy)) as client:
         for line in lines:
             done = subprocess.run(

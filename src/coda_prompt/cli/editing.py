@@ -129,7 +129,7 @@ def history(model: options.Model, as_json: options.AsJson = False) -> None:
     from coda_prompt.learner.card import percent
 
     current = store.read_model(model)
-    found = reports.history(current, store.read_history(model, current.description))
+    found = reports.history(current, store.read_history(model, current.description), model)
     if as_json:
         console.print_json(dataclasses.asdict(found))
         return

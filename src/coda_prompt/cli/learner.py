@@ -293,7 +293,9 @@ def _print_learned(
     from coda_prompt.learner.card import percent
 
     if as_json:
-        console.print_json(dataclasses.asdict(learned))
+        fields = dataclasses.asdict(learned)
+        del fields["held_out_images"]
+        console.print_json(fields)
         sys.stdout.flush()
         return
     new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))

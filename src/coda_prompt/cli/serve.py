@@ -1,6 +1,7 @@
 """The command that starts the HTTP service: serve."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -54,6 +55,9 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Serve a model over HTTP: predict, learn, and a web page to show and teach."""
+    # Threads that spin while they wait would slow down the other process: lessons, or predictions
+    # during a lesson. This takes effect because torch is not imported yet.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from coda_prompt.serve.access import LOOPBACK, AccessPolicy
         from coda_prompt.serve.server import Server

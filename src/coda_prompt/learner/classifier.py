@@ -214,6 +214,7 @@ class ContinualClassifier(EditableEstimator):
             left_out=tuple(str(problem) for problem in images.bad),
             forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
             hints=hints,
+            held_out_images=tuple(task.test.indices.tolist()),
             chosen=chosen,
         )
 

@@ -90,4 +90,5 @@ class EditableEstimator(SavedEstimator):
 
     def history(self) -> reports.ModelHistory:
         """Return the lessons and edits, and the versions that can be restored."""
-        return reports.history(self._model(), self._history)
+        folder = self._home and self._home[0]
+        return reports.history(self._model(), self._history, folder)

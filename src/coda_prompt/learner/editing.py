@@ -21,7 +21,7 @@ import torch
 from coda_prompt import errors
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.stream import Samples
-from coda_prompt.learner import store
+from coda_prompt.learner import held_out, store
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
@@ -254,7 +254,12 @@ def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> l
                 seen.add(name)
             elif name not in new and name not in continued:
                 continued.append(name)
-        changes: dict[str, Any] = {"new": new, "continued": continued, "images": images}
+        changes: dict[str, Any] = {
+            "new": new,
+            "continued": continued,
+            "images": images,
+            "predictions": held_out.renamed(task.predictions, names),
+        }
         if None in names.values():  # nothing of a class that is left out remains
             changes["files"] = None
         result.append(task.model_copy(update=changes))

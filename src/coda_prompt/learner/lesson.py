@@ -98,6 +98,8 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
     """Describe the lesson, with accuracy and temperature measured on its held-out images."""
     known, temperature, fitted_on = network.classes, network.method.temperature, 0
     over_all, within, error = None, None, None
+    new = [name for name in images.names if name not in known]
+    predictions: dict[str, dict[str, int]] = {}
     if len(task.test):
         labels, indices = torch.from_numpy(task.test.labels), task.test.indices.tolist()
         logits = network.predictor.split_logits(
@@ -107,6 +109,10 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
             temperature = calibration.fit_temperature(logits, labels, temperature)
             fitted_on = len(labels)
         over_all, within = accuracy(logits, labels, torch.tensor(task.classes))
+        names = [*known, *new]
+        for true, predicted in zip(labels.tolist(), logits.argmax(dim=1).tolist(), strict=True):
+            counts = predictions.setdefault(names[true], {})
+            counts[names[predicted]] = counts.get(names[predicted], 0) + 1
         fits = [(each.temperature, each.fitted_on) for each in network.tasks]
         merged = calibration.merge_temperatures(
             [*fits, (temperature, fitted_on)], network.method.temperature
@@ -114,7 +120,7 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         error = calibration.expected_calibration_error(logits, labels, merged)
     return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        new=[name for name in images.names if name not in known],
+        new=new,
         continued=[name for name in images.names if name in known],
         images=images.counts(),
         held_out=len(task.test),
@@ -124,6 +130,7 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         temperature=temperature,
         fitted_on=fitted_on,
         files=images.files_fingerprint,
+        predictions=predictions,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from coda_prompt.errors import MissingData
 from coda_prompt.learner import store
+from coda_prompt.learner.checks import Checks, read_checks
 from coda_prompt.learner.store import Description, Model
 from coda_prompt.learner.versions import History, StoredVersion
 
@@ -30,6 +32,8 @@ class HistoryEntry:
     older_before: float | None = None
     """Accuracy of older classes before the lesson, on watched images; None if none were watched."""
     older_after: float | None = None
+    version: int | None = None
+    """Number of the version that it made; None if that is not stored any more."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class VersionEntry:
     edits: int
     classes: int
     current: bool
+    newest: HistoryEntry | None = None
+    """Its newest lesson or edit."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,50 @@ class Difference:
     """Method, backbone, options, temperature, ... where they differ."""
 
 
-def history(current: Model, versions: History) -> ModelHistory:
+def history(current: Model, versions: History, folder: Path | None = None) -> ModelHistory:
     """Return the history of a model.
 
     Args:
         current: The current version.
         versions: The stored ones.
+        folder: The model folder, which may have measurements of the service.
     """
-    description, entries, edits = current.description, [], list(current.description.edits)
+    checks = Checks() if folder is None else read_checks(folder)
+    everything = [*versions.before, current, *versions.after]
+    models = [each.read() if isinstance(each, StoredVersion) else each for each in everything]
+    numbers = {_size(each.description): each.number for each in models}
+    listed = tuple(
+        VersionEntry(
+            each.number,
+            *_size(each.description),
+            len(each.description.classes),
+            each is current,
+            next(reversed(_entries(each.description, checks, {})), None),
+        )
+        for each in models
+    )
+    return ModelHistory(tuple(_entries(current.description, checks, numbers)), listed)
+
+
+def _size(description: Description) -> tuple[int, int]:
+    """Return the number of lessons and of edits, which differs between the versions of a model."""
+    return len(description.tasks), len(description.edits)
+
+
+def _entries(
+    description: Description, checks: Checks, numbers: Mapping[tuple[int, int], int]
+) -> list[HistoryEntry]:
+    """List lessons and edits in order.
+
+    Args:
+        description: A version.
+        checks: What lessons cost older classes.
+        numbers: Number of a stored version by its lessons and edits.
+    """
+    entries: list[HistoryEntry] = []
+    edits = 0
     for number, task in enumerate(description.tasks, 1):
-        watched = task.watched
+        watched = checks.of(number, task)
         entries.append(
             HistoryEntry(
                 "lesson",
@@ -88,26 +128,14 @@ def history(current: Model, versions: History) -> ModelHistory:
                 task.accuracy_own,
                 watched.before if watched else None,
                 watched.after if watched else None,
+                numbers.get((number, edits)),
             )
         )
-        entries += [
-            HistoryEntry("edit", edit.date, edit.what)
-            for edit in edits
-            if edit.after_lesson == number
-        ]
-    everything = [*versions.before, current, *versions.after]
-    models = [each.read() if isinstance(each, StoredVersion) else each for each in everything]
-    listed = tuple(
-        VersionEntry(
-            each.number,
-            len(each.description.tasks),
-            len(each.description.edits),
-            len(each.description.classes),
-            each is current,
-        )
-        for each in models
-    )
-    return ModelHistory(tuple(entries), listed)
+        for edit in [each for each in description.edits if each.after_lesson == number]:
+            edits += 1
+            version = numbers.get((number, edits))
+            entries.append(HistoryEntry("edit", edit.date, edit.what, version=version))
+    return entries
 
 
 def read_named(name: str) -> Description:

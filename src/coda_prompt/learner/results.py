@@ -36,6 +36,8 @@ class Learned:
     """Accuracy of each checked class before and after the lesson."""
     hints: tuple[str, ...] = ()
     """What looks wrong with the lesson, now that it is learned."""
+    held_out_images: tuple[int, ...] = field(default=(), repr=False)
+    """Positions of the held-out images among those of the lesson."""
     chosen: str | None = None
     """Which backbone `auto` chose for the first lesson, and why."""
 

@@ -2,6 +2,7 @@
 
     model.safetensors      what was learned (without the backbone) and the description
     versions/NUMBER.safetensors   earlier and undone versions, for `undo` and `redo`
+    checks.json            what lessons cost older classes, as measured by the service
     .progress              only while a training is unfinished: its checkpoints
     .learning.json         only while `coda learn` runs: which images, on which version
 
@@ -83,6 +84,8 @@ class TaskRecord(FileSchema):
     """What the lesson cost the older classes; None if no image was watched."""
     files: str | None = None
     """Hash of the names, sizes and labels of the files; None if they were no files."""
+    predictions: dict[str, dict[str, int]] = Field(default_factory=dict)
+    """Held-out images by correct and by predicted class, right after the lesson."""
 
 
 class BackboneRecord(FileSchema):

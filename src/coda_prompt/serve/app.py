@@ -20,7 +20,7 @@ from swagger_ui_bundle import swagger_ui_path
 from coda_prompt import __version__
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
 from coda_prompt.preprocessing import input_kind
-from coda_prompt.serve import editing, schemas
+from coda_prompt.serve import downloads, editing, schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.editing import CurrentService
 from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
@@ -83,6 +83,7 @@ def _make_model_app(
     add_exception_handlers(app)
     app.include_router(api)
     app.include_router(editing.api)
+    app.include_router(downloads.api)
     app.add_api_route("/", _index, response_class=HTMLResponse, include_in_schema=False)
     return app
 

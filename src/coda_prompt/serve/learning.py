@@ -18,26 +18,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from PIL import Image
 
-from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import CodaError
-from coda_prompt.learner import store
+from coda_prompt.learner import checks, store
 from coda_prompt.learner.classifier import ContinualClassifier
+from coda_prompt.serve.checking import CheckImages
 from coda_prompt.serve.uploads import Example, decode_image
 from coda_prompt.shutdown import exit_with_parent
 from coda_prompt.training.settings import Event
 
 PROGRESS_INTERVAL = 0.2
 """Seconds between two progress lines."""
-TEST_DRAWINGS = 5
-"""Test drawings of each class to measure what a lesson made the model forget."""
 
 
 class ProgressReporter:
@@ -89,19 +85,6 @@ def encode_examples(examples: list[Example]) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(example.content for example in examples)
 
 
-def pocket_test_images(classes: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return test drawings of the classes that pocket has, and their labels."""
-    source = pocket_source()
-    images: Any = source.test
-    pairs = [
-        (images.images[index], name)
-        for row, name in enumerate(source.class_names)
-        if name in classes
-        for index in np.flatnonzero(images.labels == row)[:TEST_DRAWINGS]
-    ]
-    return [image for image, _ in pairs], [name for _, name in pairs]
-
-
 class ExampleDataset:
     """Uploaded images as a dataset; each is decoded when it is used."""
 
@@ -124,8 +107,7 @@ class Teacher:
         self.model, self.parts = model, parts
         self._classifier: ContinualClassifier | None = None
         self._sha256: str | None = None
-        self._accuracies: dict[str, float] = {}
-        """Accuracy of each version on pocket's test drawings, by the hash of the version."""
+        self._check_images = CheckImages()
 
     def warm_up(self) -> None:
         """Load the model and run its backbone once. Errors are those of the next lesson."""
@@ -136,7 +118,7 @@ class Teacher:
             with torch.inference_mode():
                 image = torch.zeros(1, preprocessing.channels, side, side)
                 classifier.network.backbone.vit.features(image.to(classifier.network.fabric.device))
-            self._accuracy(classifier, classifier.classes_)
+            self._check_images.accuracy(classifier, self._sha256, classifier.classes_)
 
     def teach(self, examples: list[Example]) -> None:
         """Learn the examples, replace the model, then measure what the lesson made it forget."""
@@ -145,7 +127,7 @@ class Teacher:
             with store.exclusive_writer(self.model):
                 classifier = self._current()
                 known = list(classifier.classes_)
-                before = self._accuracy(classifier, known)
+                before = self._check_images.accuracy(classifier, self._sha256, known)
                 reporter = ProgressReporter()
                 learned = classifier.learn(ExampleDataset(examples), on_event=reporter.on_event)
                 send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
@@ -158,11 +140,25 @@ class Teacher:
             return
         fields = {**dataclasses.asdict(learned), "forgotten": None, "kept": None}
         fields["seconds"] = time.monotonic() - started
+        del fields["held_out_images"]
         send_line("learned", **fields)
         if before is not None:
-            after = self._accuracy(classifier, known)
-            fields["kept"] = {"classes": len(known), "before": before, "after": after}
+            fields["kept"] = self._check(classifier, known, before)
             send_line("learned", **fields)
+        self._check_images.add(examples, learned)
+
+    def _check(
+        self, classifier: ContinualClassifier, known: list[str], before: float
+    ) -> dict[str, Any]:
+        """Measure what a lesson cost the classes that were known before it, and record it."""
+        labels = self._check_images.labels(classifier, known)
+        after = self._check_images.accuracy(classifier, self._sha256, known)
+        assert after is not None
+        measured = store.WatchedAccuracy(classes=len(set(labels)), before=before, after=after)
+        tasks = classifier.network.tasks
+        with contextlib.suppress(OSError):
+            checks.add_check(self.model, len(tasks), tasks[-1], measured)
+        return {**measured.model_dump(), "images": len(labels)}
 
     def _current(self) -> ContinualClassifier:
         """Return the model in the folder, read again if it is another one than the last."""
@@ -176,15 +172,6 @@ class Teacher:
             )
             self._sha256 = sha256
         return classifier
-
-    def _accuracy(self, classifier: ContinualClassifier, classes: Sequence[str]) -> float | None:
-        """Measure the accuracy on pocket's test drawings; None if they are of no use."""
-        pocket = classifier.backbone_name == "pocket"
-        images, labels = pocket_test_images(classes if pocket else [])
-        key = f"{self._sha256} {len(labels)}"
-        if labels and key not in self._accuracies:
-            self._accuracies[key] = classifier.score(images, labels)
-        return self._accuracies.get(key)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -98,11 +97,9 @@ class LearningProcess:
     async def _started(self) -> Process:
         """Return the process, started if there is none, when it waits for a lesson."""
         if self._process is None or self._process.returncode is not None:
-            # Threads that spin while they wait would slow down predictions during a lesson.
             self._process = process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=MAX_LINE_BYTES,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-            )  # fmt: skip
+                *self._command, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=MAX_LINE_BYTES
+            )
             assert process.stderr is not None
             self._stderr = asyncio.create_task(_last_line(process.stderr))
             async for _ in self._lines(process):

@@ -114,6 +114,25 @@ class Classes(BaseModel):
     classes: list[str] = Field(description="Class names in the order they were learned.")
 
 
+class HeldOutClass(BaseModel):
+    label: str
+    images: int = Field(description="Held-out images of the class.")
+    accuracy: float = Field(description="Among all classes that were known after their lesson.")
+
+
+class ConfusedPair(BaseModel):
+    true: str
+    predicted: str
+    images: int
+    share: float = Field(description="Of the held-out images of the true class.")
+
+
+class HeldOutAccuracy(BaseModel):
+    version: str
+    classes: list[HeldOutClass] = Field(description="Classes that had held-out images.")
+    confused: list[ConfusedPair] = Field(description="Most confused pairs first.")
+
+
 class ModelInfo(BaseModel):
     version: str
     method: str
@@ -138,7 +157,7 @@ class Problem(BaseModel):
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem, "content": {"application/problem+json": {}}}
-    for status in (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 504)
+    for status in (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 503, 504)
 }
 
 # FastAPI declares one content type per route. These routes accept JSON or a form, so the body is

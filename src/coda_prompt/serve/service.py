@@ -143,6 +143,7 @@ class Service:
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
         self._write_lock = asyncio.Lock()
+        self.exporting = asyncio.Lock()
         self._lessons: set[asyncio.Task[None]] = set()
         limits: dict[str, Any] = {} if batching else {"max_batch": 1, "max_wait": 0.0}
         self.batcher: Batcher[Tensor, Answer] = Batcher(self._predict_batch, **limits)

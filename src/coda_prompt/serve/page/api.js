@@ -17,7 +17,11 @@ export async function call(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new Error("The service does not answer. Is it still running?");
   }
-  if (response.status === 401) element("token-form").hidden = false;
+  if (response.status === 401) {
+    element("token-form").hidden = false;
+    const detail = token ? "This is not the token of the service." : "Enter the token of the service to use it.";
+    throw Object.assign(new Error(detail), { status: 401 });
+  }
   if (!response.ok) {
     let detail = `The service answered ${response.status}.`;
     try { detail = (await response.json()).detail || detail; } catch { /* no problem document */ }

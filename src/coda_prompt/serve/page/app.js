@@ -7,6 +7,7 @@ import { announce, element, forDrawings, make, showErrors } from "./dom.js";
 import * as drawing from "./drawing.js";
 import { explain } from "./explanation.js";
 import { accept, acceptPasted, reduced } from "./files.js";
+import * as history from "./history.js";
 import * as lesson from "./lesson.js";
 import * as prediction from "./prediction.js";
 
@@ -103,6 +104,7 @@ prediction.onAnswer(({ image, prediction: answer }) => explain(answer ? image : 
 // -- the service
 
 let seenVersion = null;
+let checkedJob = null; // the newest lesson whose cost was measured
 
 async function refresh() {
   const [model, { classes: names }] = await Promise.all([json("model"), json("classes")]);
@@ -118,6 +120,7 @@ async function refresh() {
   classes.show(model, names);
   lesson.setKnown(names);
   prediction.setModel(model, names.length);
+  history.setVersion(model.version);
   document.body.dataset.ready = "true";
 }
 const refreshShown = showErrors(refresh);
@@ -128,6 +131,7 @@ function onState({ version, job }) {
     lesson.announceLesson(job);
   }
   lesson.follow(job);
+  if (job?.learned?.kept && checkedJob !== job.id) { checkedJob = job.id; history.refresh(); }
   if (version !== seenVersion) { seenVersion = version; refreshShown(); }
 }
 

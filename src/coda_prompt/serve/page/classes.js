@@ -47,6 +47,9 @@ async function send(path, body, report) {
   await onEdited();
 }
 
+// Restores a version by its number.
+export const restore = (version) => send(`undo?to=${version}`, null, "Another version was restored.");
+
 // `called` is awaited after every edit.
 export function start(called) {
   onEdited = called;

@@ -8,7 +8,7 @@ export function make(tag, properties = {}, ...children) {
   return made;
 }
 
-export const percent = (share) => `${(100 * share).toFixed(0)} %`;
+export const percent = (share) => `${(100 * share).toFixed(0)}\u00a0%`;
 export const forDrawings = () => document.body.dataset.input === "drawing";
 
 // An error stays visible until the action that caused it succeeds, or another action fails.

@@ -137,7 +137,7 @@ function report({ classes, learned, stage }, own) {
   element("report").textContent = [
     `Learned ${classes.join(", ")} in ${seconds.toFixed(1)} s.`,
     held_out ? `Accuracy on ${held_out} held-out examples: ${percent(accuracy_own)}.` : "",
-    kept ? `Old classes (${kept.classes}, test drawings): ${percent(kept.before)} before, ${percent(kept.after)} now.`
+    kept ? `${kept.classes} older classes, on ${kept.images} images: ${percent(kept.before)} before, ${percent(kept.after)} now.`
       : stage === "checking" ? "Checking the old classes…" : "",
   ].filter(Boolean).join(" ");
   if (!own) return;
