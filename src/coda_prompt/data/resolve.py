@@ -113,11 +113,6 @@ class Labelled:
             Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)) for image in images
         ]
 
-    @cached_property
-    def files_fingerprint(self) -> str | None:
-        """Hash of the files' names, sizes and labels; None if the images are no files."""
-        return self.split.fingerprint() if isinstance(self.split, FileSplit) else None
-
     def name(self, index: int) -> str:
         """Return the path of an image; its class and number if it is no file."""
         if isinstance(self.split, FileSplit):

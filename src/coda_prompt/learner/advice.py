@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coda_prompt.data.resolve import Labelled, Sample
+from coda_prompt.data.sources import FileSplit
 from coda_prompt.errors import join_names
 from coda_prompt.learner.network import Network
 
@@ -38,8 +39,10 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     counts = images.counts()
     messages = list(images.remarks)
     earlier = {task.files: number for number, task in enumerate(network.tasks, 1) if task.files}
-    if earlier and (number := earlier.get(images.files_fingerprint or "")):
-        messages.append(f"these files were learned before, in task {number}: they count twice")
+    if earlier and isinstance(images.split, FileSplit):
+        number = earlier.get(images.split.fingerprint())
+        if number is not None:
+            messages.append(f"these files were learned before, in task {number}: they count twice")
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
     if few:
         messages.append(

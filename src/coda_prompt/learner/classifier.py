@@ -21,13 +21,13 @@ from coda_prompt.learner.answers import Predictions
 from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
-from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.lesson import (
     known_accuracies,
     lesson_training,
     make_record,
     make_task,
     open_checkpoints,
+    teach_detector,
     watched_accuracy,
 )
 from coda_prompt.learner.loading import AUTO
@@ -181,34 +181,19 @@ class ContinualClassifier(EditableEstimator):
             task = make_task(network, images, validation)
             if progress is not None:
                 checkpointer = open_checkpoints(network, progress, images, training, validation)
-            seen: list[tuple[Tensor, Tensor]] = []
-            engine.learn(
-                network.method,
-                task,
-                checkpointer=checkpointer,
-                observe=lambda tokens, rows: seen.append((tokens, rows)),
-            )
+            tokens: list[Tensor] = []
+            engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
             record = make_record(network, images, task, engine)
             if checked is not None:
                 after = known_accuracies(network, checked, known, engine)
                 record = record.model_copy(update={"watched": watched_accuracy(before, after)})
-        tokens, labels = seen[0]
-        names, detector = [*known, *record.new], network.detector
-        positions = task.train.indices
-        hints = lesson_hints(tokens, labels, names, detector, lambda at: images.name(positions[at]))
-        if shown and hints:
+        hints = teach_detector(network, images, task, tokens[0], [*known, *record.new])
+        if shown:
             feedback.warn(hints)
-        network.detector = detector and detector.learned(tokens, labels, len(names))
         self._checkpointer = checkpointer
         self._replace(previous, [*network.tasks, record])
-        return Learned(
-            new=tuple(record.new),
-            continued=tuple(record.continued),
-            images=record.images,
-            held_out=record.held_out,
-            accuracy=record.accuracy,
-            accuracy_own=record.accuracy_own,
-            calibration_error=record.calibration_error,
+        return Learned.of(
+            record,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
             left_out=tuple(str(problem) for problem in images.bad),

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from coda_prompt import errors
 from coda_prompt.data.resolve import Labelled
+from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.learner import calibration
 from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
+from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.results import ClassAccuracy
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
@@ -129,9 +132,28 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
-        files=images.files_fingerprint,
+        files=images.split.fingerprint() if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )
+
+
+def teach_detector(
+    network: Network, images: Labelled, task: Task, tokens: Tensor, names: list[str]
+) -> tuple[str, ...]:
+    """Let the detector of unknown images learn the lesson, and return what looks wrong with it.
+
+    Args:
+        network: What has learned the lesson.
+        images: The images of the lesson.
+        task: The same, numbered and split.
+        tokens: The class token of each training image before the final norm of the plain ViT.
+        names: All class names.
+    """
+    labels, positions = torch.from_numpy(task.train.labels), task.train.indices
+    detector = network.detector
+    if detector is not None:
+        network.detector = detector.learned(tokens, labels, len(names))
+    return lesson_hints(tokens, labels, names, detector, lambda at: images.name(positions[at]))
 
 
 def watched_accuracy(

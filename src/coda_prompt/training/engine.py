@@ -43,7 +43,7 @@ class _TaskRun:
     tasks: int
     """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
-    observe: Callable[[Tensor, Tensor], None] | None = None
+    observe: Callable[[Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Engine(Passes):
         past: Sequence[Task] = (),
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
-        observe: Callable[[Tensor, Tensor], None] | None = None,
+        observe: Callable[[Tensor], None] | None = None,
     ) -> list[float]:
         """Learn one task.
 
@@ -145,8 +145,8 @@ class Engine(Passes):
             past: Earlier tasks, for methods that train on their images again.
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
-            observe: Called with the class tokens of the plain ViT before its final norm and the
-                labels of all training images.
+            observe: Called with the class tokens of all training images before the final norm of
+                the plain ViT.
 
         Returns:
             The mean loss of each epoch of all stages.
@@ -202,7 +202,7 @@ class Engine(Passes):
                     self._fit(run)
                 if observe is not None and not (method.closed_form and method.plain_queries):
                     plain = partial(method.backbone.features, norm=False)
-                    observe(self._table(task.train, lambda images, _: plain(images)), labels)
+                    observe(self._table(task.train, lambda images, _: plain(images)))
                 method.end_task()
         finally:
             self.queries.tables.pop(task.train, None)
@@ -213,7 +213,7 @@ class Engine(Passes):
         if run.observe is not None and method.closed_form and method.plain_queries:
             # One pass for both.
             tokens, features = self._plain_tokens(method, run.train)
-            run.observe(tokens, run.labels)
+            run.observe(tokens)
             queries: Tensor | None = features
         else:
             features, queries = self._features_and_queries(method, run.train)
