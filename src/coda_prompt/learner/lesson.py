@@ -29,6 +29,8 @@ from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Training
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
+NOT_IDENTIFYING = {"watched", "files", "predictions"}
+"""Fields of earlier lessons that do not influence a lesson; older versions did not record them."""
 
 
 def lesson_training(network: Network, options: dict[str, Any]) -> Training:
@@ -80,7 +82,7 @@ def open_checkpoints(
     sha256 = network.entry.sha256
     identity: dict[str, Any] = as_json(
         {
-            "tasks": [task.model_dump(exclude={"watched"}) for task in network.tasks],
+            "tasks": [task.model_dump(exclude=NOT_IDENTIFYING) for task in network.tasks],
             "images": images.split.fingerprint(),
             "names": images.names,
             "validation": validation,
