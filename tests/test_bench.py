@@ -227,6 +227,7 @@ def test_error_in_a_parallel_run_prints_one_message(tiny: Path, tmp_path: Path) 
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.posix
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_exit_when_bench_is_killed(tiny: Path, tmp_path: Path) -> None:
     parent = started_coda(

@@ -399,6 +399,7 @@ def test_an_edit_that_fails_at_any_step_leaves_a_complete_version(
     raise AssertionError("the edit has more steps than were tried")
 
 
+@pytest.mark.posix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_a_killed_edit_leaves_a_complete_version(name: str, editable: Path, tmp_path: Path) -> None:
