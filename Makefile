@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo serve lint types test test-slow bench clean
+.PHONY: install demo serve lint types test test-slow bench docs package clean
 
 install: $(VENV)/.installed
 
@@ -13,8 +13,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# A first comparison in three minutes on two idle cores: sketches that are part of the package, or
+# your own photographs: make demo PHOTOS=FOLDER, with one subfolder for each class.
 demo: install
-	$(BIN)/coda bench pocket --trials 1 --jobs 2 --out runs/demo
+ifdef PHOTOS
+	$(BIN)/coda bench photos-demo --set source='$(PHOTOS)' --jobs 2 --out 'runs/demo/$(notdir $(abspath $(PHOTOS)))'
+else
+	$(BIN)/coda bench pocket-demo --jobs 2 --out runs/demo
+endif
+	@cat docs/start/after-the-demo.txt
 
 serve: install
 	$(BIN)/coda serve
@@ -33,9 +40,24 @@ test: lint types
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
+# The site in site/: open site/index.html, no web server is needed.
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+	$(BIN)/python tools/check_site.py site
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The source archive, and the wheel built from it, in dist/.
+package: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
 bench: install
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/tasks.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ SLOWEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {f"test_{name}": rank for rank, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    if os.name != "posix":
+        for item in items:
+            if item.get_closest_marker("posix"):
+                item.add_marker(pytest.mark.skip(reason="POSIX only"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 PATIENCE = 600.0
 """Seconds to wait for anything: a busy machine is not a failure."""
 
@@ -32,6 +34,8 @@ class Forked:
         environment: Mapping[str, str] = os.environ,
         new_session: bool = False,
     ) -> None:
+        if os.name != "posix":
+            pytest.skip("POSIX only: starts processes by fork")
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         self._files = [folder / name for name in ("stdin", "stdout", "stderr")]

@@ -121,13 +121,22 @@ def test_dry_run_resolves_runs_without_reading_data() -> None:
 
 def test_pocket_has_four_presets_with_every_method() -> None:
     names = [name for name in shipped("presets") if name.startswith("pocket")]
-    names.remove("pocket-ablations")
+    for part in ("pocket-ablations", "pocket-demo"):
+        names.remove(part)
     assert names == ["pocket", "pocket-10", "pocket-20", "pocket-dual-shift"]
     tasks = {name: load_benchmark(name).stream.tasks for name in names}
     assert tasks == {"pocket": 5, "pocket-10": 10, "pocket-20": 20, "pocket-dual-shift": 5}
     assert load_benchmark("pocket-dual-shift").stream.remove_domains == 5
     for name in names:
         assert set(load_benchmark(name).methods) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", ["pocket-demo", "photos-demo"])
+def test_demo_compares_the_paper_the_alternatives_and_the_default(name: str) -> None:
+    demo = load_benchmark(name)
+    assert set(demo.demo) == {"ncm", "ranpac", "coda-p", "coda-p-ranpac", "ft++"}
+    assert demo.demo[0] == "ncm", "the first row has to come soon"
+    assert demo.trials == 1
 
 
 def test_command_line_overrides_a_preset() -> None:
@@ -227,6 +236,7 @@ def test_error_in_a_parallel_run_prints_one_message(tiny: Path, tmp_path: Path) 
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.posix
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_exit_when_bench_is_killed(tiny: Path, tmp_path: Path) -> None:
     parent = started_coda(

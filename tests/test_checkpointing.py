@@ -217,6 +217,7 @@ def test_files_with_similar_names_are_ignored(name: str, tmp_path: Path) -> None
     assert len(list(tmp_path.glob("checkpoint-0*"))) == 2
 
 
+@pytest.mark.posix
 def test_a_log_that_is_a_link_is_not_written_through(tiny: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -247,6 +248,7 @@ def test_remove_leaves_foreign_files_alone(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
+@pytest.mark.posix
 def test_a_symbolic_link_as_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "mine", "coda-p", 7)
     files = sorted((tmp_path / "mine").iterdir())
@@ -367,6 +369,7 @@ def test_a_benchmark_killed_at_any_moment_ends_with_the_same_results(
     survives_kills(tiny, tmp_path, uninterrupted, moments, *jobs)
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize(
     ("kind", "jobs"),
     [(signal.SIGINT, "1"), (signal.SIGTERM, "2")],
@@ -405,6 +408,7 @@ def test_a_second_process_on_the_same_folder_is_refused(tiny: Path, tmp_path: Pa
     assert f"pid {first.pid}" in second.stderr
 
 
+@pytest.mark.posix
 def test_a_run_resumes_after_a_full_disk(
     tiny: Path, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:

@@ -33,6 +33,7 @@ def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.posix
 def test_ray_cluster_gives_the_same_report_after_a_worker_is_killed(
     tiny: Path, plain: Path, tmp_path: Path
 ) -> None:

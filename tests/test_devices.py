@@ -209,6 +209,7 @@ def longer(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_training_on_two_ranks_resumes(
     kind: signal.Signals, tiny: Path, longer: Path, tmp_path: Path

@@ -168,6 +168,13 @@ def test_a_forgotten_class_is_in_no_version(tmp_path: Path) -> None:
     assert model.classes_ == [NAMES[0]]
 
 
+def test_a_closed_form_without_sums_of_classes_refuses_to_forget() -> None:
+    classifier = taught([0, 1], method="loranpac", width=64)
+    with pytest.raises(CannotEdit, match="stores no sums"):
+        classifier.forget(NAMES[0])
+    assert classifier.classes_ == [NAMES[0], NAMES[1]]
+
+
 def test_methods_that_cannot_forget_refuse_and_stay_as_they_are() -> None:
     classifier = taught([0, 1, 2], method="coda-p", epochs=1)
     before = classifier.predict_proba(TEST)
@@ -399,6 +406,7 @@ def test_an_edit_that_fails_at_any_step_leaves_a_complete_version(
     raise AssertionError("the edit has more steps than were tried")
 
 
+@pytest.mark.posix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_a_killed_edit_leaves_a_complete_version(name: str, editable: Path, tmp_path: Path) -> None:

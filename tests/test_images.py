@@ -74,6 +74,7 @@ def test_every_format_decodes_to_a_usable_picklable_image(tmp_path: Path, suffix
         assert np.abs(values - (200, 40, 90)).max() <= 6
 
 
+@pytest.mark.posix
 def test_opened_files_are_closed(tmp_path: Path) -> None:
     for suffix in ("png", "tif", "gif", "webp"):
         path = tmp_path / f"a.{suffix}"
@@ -177,6 +178,7 @@ def test_formats_whose_decoder_starts_a_program_are_rejected(tmp_path: Path) -> 
         open_image(path)
 
 
+@pytest.mark.posix
 def test_missing_file_or_named_pipe_raises_bad_image(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     for path in (tmp_path / "none.jpg", tmp_path, tmp_path / "pipe.jpg"):

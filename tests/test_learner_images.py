@@ -78,6 +78,7 @@ def test_all_unreadable_files_are_listed_before_learning(tmp_path: Path) -> None
     assert "Traceback" not in shown.stderr
 
 
+@pytest.mark.posix
 def test_skip_bad_leaves_out_unreadable_images(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for name in ("a", "b", "all bad"):
@@ -188,6 +189,7 @@ def test_color_conversion(tmp_path: Path) -> None:
     np.testing.assert_allclose(*classifier.predict_proba([clear, white]), atol=1e-6)
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("trouble", ["empty class", "no class", "file", "missing", "parts", "loop"])
 def test_unusable_folders_are_refused(trouble: str, tmp_path: Path) -> None:
     root = tmp_path / "dätä with space"

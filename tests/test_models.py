@@ -492,6 +492,7 @@ def two_lessons(
     return model, first, whole, time.monotonic() - started
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("moment", [0.7, "saving", *SLOWLY])
 def test_killed_learn_leaves_one_complete_version(
     moment: float | str,

@@ -15,13 +15,14 @@ from drawings import assert_same, drawings
 from serving import files, served, teach, wait_for_job
 from small import PLAIN_VIEWS, coda, patterns, tiny_vit
 from test_models import changed
+from torch import Tensor
 
 from coda_prompt import ContinualClassifier, methods
 from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
 from coda_prompt.learner import store
 from coda_prompt.methods.base import MethodConfig
-from coda_prompt.methods.closedform import NearestClassMean
+from coda_prompt.methods.closedform import ClosedForm, NearestClassMean
 from coda_prompt.model.vit import ViT
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Training
@@ -158,6 +159,17 @@ def test_a_closed_form_needs_no_loss_and_a_trained_method_does() -> None:
 
     assert methods.contract_problem(Fitted) is None
     assert "no method loss" in str(methods.contract_problem(Trained))
+
+
+def test_closed_form_methods_need_scores_and_fit_only() -> None:
+    class Mine(ClosedForm):
+        def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+            pass
+
+        def scores(self, queries: Tensor) -> Tensor:
+            return queries
+
+    assert methods.contract_problem(Mine) is None
 
 
 def test_a_method_takes_a_backbone_and_its_options() -> None:

@@ -44,6 +44,15 @@ def test_table_lists_running_runs(tmp_path: Path) -> None:
     assert "1 finished, 1 running, 2 waiting" in output.getvalue()
 
 
+def test_accuracy_of_a_finished_run_is_printed_at_once(tmp_path: Path) -> None:
+    runs = four_runs(tmp_path)
+    progress, _, output = make_progress(runs, terminal=True)
+    progress.on_event(runs[0], Event("evaluation", 4, 5, accuracies=(0.5, 0.25)))
+    assert output.getvalue() == ""
+    progress.finish(runs[0])
+    assert output.getvalue() == "coda-p, 1: 37.5 % over all classes\n"
+
+
 def test_table_of_a_sweep_shows_the_value_of_each_run(tmp_path: Path) -> None:
     point = Point("length", "prompt length", "length", 8)
     runs = [dataclasses.replace(run, point=point) for run in four_runs(tmp_path)]

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from scripts import ROOT, tool
 
-ROOT = Path(__file__).parents[1]
-
-
-def generated_pages() -> dict[str, str]:
-    path = ROOT / "tools" / "write_reference.py"
-    spec = importlib.util.spec_from_file_location("write_reference", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    pages: dict[str, str] = module.pages()
-    return pages
-
-
-PAGES = generated_pages()
+PAGES: dict[str, str] = tool("write_reference").pages()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -49,9 +49,11 @@ def test_all_table_formats_contain_the_same_numbers(written: Path) -> None:
     assert [line["method"] for line in lines] == ["upper-bound", "coda-p", "ncm"]
     for line in lines:
         shown = f"{float(line['A_N.mean']):.1f} ± {float(line['A_N.std']):.1f}"
-        assert f"| {line['method']} | 2 | {shown} |" in markdown
-        assert f"{line['method']} & 2 & {shown.replace('±', '$' + chr(92) + 'pm$')} &" in latex
-        assert f"<td>{line['method']}</td><td>2</td><td>{shown}</td>" in page
+        assert f"| {line['method']} | 2 | {shown} |" in markdown.replace("**", "")
+        plain = re.sub(r"\\textbf\{([^}]*)\}", r"\1", latex)
+        assert f"{line['method']} & 2 & {shown.replace('±', '$' + chr(92) + 'pm$')} &" in plain
+        cells = re.sub("</?b>", "", page)
+        assert f"<td>{line['method']}</td><td>2</td><td>{shown}</td>" in cells
         for column in ("F_max.mean", "average_incremental.mean", "learning.mean"):
             assert bool(line[column]) == (line["method"] != "upper-bound")
         for column in (
@@ -596,3 +598,33 @@ def test_csv_has_one_number_per_cell() -> None:
         "0.5",
     )
     assert first["published.params.final"] == "104.6"
+
+
+def row_of(method: str, accuracy: float | None, forgetting: float) -> dict[str, Any]:
+    """A row of a table with the given final accuracy and forgetting."""
+    measure = {name: {"mean": 1.0, "std": 0.0} for name in (*tables.ACCURACY, *tables.COST)}
+    measure["A_N"] = {"mean": accuracy, "std": 0.5, "interval": (accuracy or 0.0, 90.0)}
+    measure["F_paper"] = {"mean": forgetting, "std": 0.0}
+    return {"method": method, "trials": 3, **measure, "difference": None, "published": None}
+
+
+def test_tables_are_sorted_by_accuracy_and_the_best_is_bold() -> None:
+    rows = [row_of("ft", 12.0, 9.0), row_of("upper-bound", 80.0, 0.0), row_of("coda-p", 61.0, 3.0)]
+    table = tables.full([*rows, row_of("ncm", None, 4.0)], [])[0]
+    assert [line[0] for line in table.cells] == ["upper-bound", "coda-p", "ft", "ncm"]
+    accuracy, forgetting = table.heads.index("A_N %"), table.heads.index("F %")
+    assert {cell for cell in table.best if cell[1] in (accuracy, forgetting)} == {
+        (1, accuracy),
+        (1, forgetting),
+    }
+    assert "**61.0 ± 0.5**" in table.markdown()
+    assert r"\textbf{61.0 $\pm$ 0.5}" in table.latex()
+    assert "<b>61.0 ± 0.5</b>" in table.html()
+    assert "61.0 to 90.0" in table.markdown()
+
+
+def test_every_measure_is_explained_in_the_page() -> None:
+    shown = {*tables.ACCURACY.values(), *tables.COST.values(), tables.HEADS[tables.INTERVAL]}
+    assert shown <= tables.MEANINGS.keys()
+    text = tables.full([row_of("ft", 12.0, 9.0)], [])[0].html()
+    assert 'title="Forgetting as the CODA-Prompt paper computes it; lower is better."' in text

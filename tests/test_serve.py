@@ -250,6 +250,7 @@ def test_model_without_classes_refuses_predictions_until_its_first_lesson(tmp_pa
         assert answer["predictions"][0]["label"] == NAMES[0]
 
 
+@pytest.mark.posix
 def test_learning_process_is_warm_and_replaced_when_it_dies(model_copy: Path) -> None:
     with served(str(model_copy)) as client:
         pid = client.pid  # type: ignore[attr-defined]
@@ -457,6 +458,7 @@ def learning_process(client: httpx.Client, job: dict[str, Any]) -> int:
     raise AssertionError("the lesson did not start training")
 
 
+@pytest.mark.posix
 def test_killed_lesson_changes_neither_service_nor_model(slow_copy: Path) -> None:
     before_bytes = (slow_copy / "model.safetensors").read_bytes()
     with served(str(slow_copy)) as client:
@@ -477,6 +479,7 @@ def test_killed_lesson_changes_neither_service_nor_model(slow_copy: Path) -> Non
         assert again["state"] == "done", again
 
 
+@pytest.mark.posix
 def test_killed_service_leaves_model_intact_and_no_orphan_process(slow_copy: Path) -> None:
     before_bytes = (slow_copy / "model.safetensors").read_bytes()
     with served(str(slow_copy)) as client:
@@ -493,6 +496,7 @@ def test_killed_service_leaves_model_intact_and_no_orphan_process(slow_copy: Pat
         assert job["state"] == "done", job
 
 
+@pytest.mark.posix
 def test_full_disk_fails_only_the_lesson(model_copy: Path) -> None:
     before_bytes = (model_copy / "model.safetensors").read_bytes()
     limit = len(before_bytes) // 2
@@ -516,6 +520,7 @@ def accepted_images(client: httpx.Client) -> float:
     return sum(float(line.split()[1]) for line in lines if line.startswith(names))
 
 
+@pytest.mark.posix
 def test_pending_requests_are_answered_before_shutdown(model: Path) -> None:
     images, _ = drawings(range(6), 10, test=True)
     statuses: list[int] = []
@@ -536,6 +541,7 @@ def test_pending_requests_are_answered_before_shutdown(model: Path) -> None:
     assert statuses == [200] * 6
 
 
+@pytest.mark.posix
 def test_saved_lesson_is_done_even_if_its_process_is_killed(model_copy: Path) -> None:
     images, labels = drawings([9], 5)
     with served(str(model_copy)) as client:

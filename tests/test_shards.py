@@ -98,6 +98,7 @@ def test_benchmark_on_shards_gives_the_same_numbers(
             assert found[field] == expected[field]
 
 
+@pytest.mark.posix
 def test_classifier_learns_from_shards(drawing_folders: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for part, origin in (("train", "task-1"), ("test", "task-2")):

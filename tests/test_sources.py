@@ -183,6 +183,7 @@ def test_new_file_or_class_hardly_changes_the_split(tmp_path: Path) -> None:
     assert len(before ^ after) <= 2
 
 
+@pytest.mark.posix
 def test_nested_images_are_included_and_other_files_ignored(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "deep" / "er" / "1.png")
     write(tmp_path / "cat" / "2.jpeg")
@@ -220,6 +221,7 @@ def test_class_may_be_called_train(tmp_path: Path) -> None:
     assert folder_source(tmp_path).class_names == ("bus", "train")
 
 
+@pytest.mark.posix
 def test_links_are_followed_without_cycles(tmp_path: Path) -> None:
     data = tmp_path / "data"
     write(data / "cat" / "1.png")
@@ -239,6 +241,7 @@ def test_links_are_followed_without_cycles(tmp_path: Path) -> None:
     assert sorted(both) == ["cat/1.png", "cat/more/3.png", "dog/2.png"]
 
 
+@pytest.mark.posix
 def test_dangling_link_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "1.png")
     (tmp_path / "cat" / "2.png").symlink_to(tmp_path / "gone.png")

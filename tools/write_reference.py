@@ -1,4 +1,4 @@
-"""Write docs/reference/: command line, options and presets, from the code.
+"""Write docs/reference/ from the code: command line, options, presets, HTTP, model files.
 
     python tools/write_reference.py
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml
+from reference_formats import http_page, model_format_page
+from reference_tables import table
 
 from coda_prompt.bench.config import shipped
 from coda_prompt.cli import app
@@ -40,6 +41,8 @@ def pages() -> dict[str, str]:
         "cli.md": NOTE + _command_line(),
         "options.md": NOTE + _options(),
         "presets.md": NOTE + _presets(),
+        "http.md": NOTE + http_page(),
+        "model-format.md": NOTE + model_format_page(),
     }
 
 
@@ -62,7 +65,7 @@ def _command(name: str, command: Any) -> str:
         if parameter.name != "help" and not getattr(parameter, "hidden", False)
     ]
     text = f"## coda {name}\n\n{inspect.cleandoc(command.help or '')}\n\n    {usage}\n\n"
-    text += _table(("argument or option", "default", "meaning"), rows)
+    text += table(("argument or option", "default", "meaning"), rows)
     return text + (f"\n{command.epilog}\n" if command.epilog else "")
 
 
@@ -87,7 +90,7 @@ def _options() -> str:
     )
     meanings = option_meanings(Training)
     defaults = dataclasses.asdict(Training())
-    text += _table(
+    text += table(
         ("field", "default", "meaning"),
         [
             (f"`{field}`", f"`{value}`", meanings.get(field, ""))
@@ -101,8 +104,8 @@ def _options() -> str:
             for option in method["options"]
         ]
         text += f"\n## {name}\n\n{method['summary']}.\n\n"
-        text += _table(("option", "default", "meaning"), rows)
-    text += "\n## Backbones\n\n" + _table(
+        text += table(("option", "default", "meaning"), rows)
+    text += "\n## Backbones\n\n" + table(
         ("name", "weights", "description"),
         [
             (f"`{entry.name}`", entry.repository or "in the package", entry.description)
@@ -118,15 +121,9 @@ def _presets() -> str:
         file = resources.files("coda_prompt") / "bench" / "presets" / f"{name}.yaml"
         preset: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
         rows.append((f"`{name}`", preset.get("like", ""), preset.get("description", "")))
-    return "# Benchmark presets\n\n`coda bench NAME`.\n\n" + _table(
+    return "# Benchmark presets\n\n`coda bench NAME`.\n\n" + table(
         ("preset", "based on", "description"), rows
     )
-
-
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [heads, tuple("---" for _ in heads), *rows]
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,8 +73,21 @@ def exit_with_parent(parent: int | None, code: int) -> None:
     _has_parent.set()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
+        _wait_for_parent(parent)
         os._exit(code)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _wait_for_parent(parent: int | None) -> None:
+    """Return when the process `parent` has ended."""
+    if sys.platform == "win32":  # there, the number of a parent stays the same when it has died
+        import ctypes
+
+        synchronize, forever = 0x00100000, 0xFFFFFFFF
+        handle = ctypes.windll.kernel32.OpenProcess(synchronize, False, parent or 0)
+        if handle:
+            ctypes.windll.kernel32.WaitForSingleObject(handle, forever)
+        return
+    while os.getppid() == parent:
+        time.sleep(0.2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import resource
 import subprocess
 import sys
 from importlib import metadata
@@ -63,8 +62,17 @@ class PeakMemory:
             for line in self.STATUS.read_text().splitlines():
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return _peak_of_process()
+
+
+def _peak_of_process() -> int:
+    """Return the most bytes this process ever used; 0 where the system does not say (Windows)."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _commit() -> str | None:

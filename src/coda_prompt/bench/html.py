@@ -30,6 +30,16 @@ tbody tr:nth-child(even) { background: #f4f6f8; }
 figure { display: inline-block; margin: .6rem 1rem .6rem 0; max-width: 100%; }
 figure img { max-width: 100%; height: auto; }
 figcaption { color: #444; }
+abbr { text-decoration: underline dotted #888; text-underline-offset: .2em; cursor: help; }
+dl { columns: 2; font-size: .9rem; } dt { font-weight: 600; } dd { margin: 0 0 .4rem 0; }
+dt, dd { break-inside: avoid; }
+@media (max-width: 50rem) { dl { columns: 1; } }
+@media (prefers-color-scheme: dark) {
+  body { background: #16191d; color: #e4e6e8; } a { color: #6cb8e8; }
+  tbody tr:nth-child(even) { background: #20252b; } figcaption { color: #b0b6bc; }
+  thead th { border-color: #999; } tbody tr:last-child td { border-color: #999; }
+  figure img { background: #fff; }
+}
 """
 CAPTIONS = {
     "accuracy": "Accuracy over all classes learned so far; bands are one standard deviation.",
@@ -118,7 +128,21 @@ def _html(parts: Sequence[Part]) -> str:
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>coda-prompt report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<h1>coda-prompt report</h1>\n<nav>{''.join(links)}</nav>\n"
-        f"{''.join(sections)}\n</body>\n</html>\n"
+        f"{''.join(sections)}\n{_legend(parts)}</body>\n</html>\n"
+    )
+
+
+def _legend(parts: Sequence[Part]) -> str:
+    """List the meaning of every column that the page has, for print and touch screens."""
+    heads = dict.fromkeys(head for part in parts for table in part.tables for head in table.heads)
+    terms = "".join(
+        f"<dt>{html.escape(head)}</dt><dd>{html.escape(tables.MEANINGS[head])}</dd>\n"
+        for head in heads
+        if head in tables.MEANINGS
+    )
+    return (
+        "<h2>What the columns mean</h2>\n<p>Rows are sorted by final accuracy; the best value of a "
+        f"column is bold (except of methods that train on all tasks).</p>\n<dl>\n{terms}</dl>\n"
     )
 
 

@@ -111,12 +111,13 @@ def matrices(runs: Sequence[FinishedRun]) -> Figure:
     """Plot each method's accuracy on task j after task t as a heat map, averaged over trials."""
     from matplotlib.figure import Figure
 
-    groups = by_method(runs)
+    groups = _best_first(runs)
     columns = min(4, len(groups))
     lines = -(-len(groups) // columns)
-    figure = Figure(figsize=(3.2 * columns + 0.8, 3.2 * lines), layout="constrained")
+    # "compressed" also accounts for the square axes: titles and labels of two lines do not overlap.
+    figure = Figure(figsize=(3.2 * columns + 0.8, 3.6 * lines), layout="compressed")
     grid = figure.subplots(lines, columns, squeeze=False)
-    for axes, (method, trials) in zip(grid.flat, groups.items(), strict=False):
+    for axes, (method, trials) in zip(grid.flat, groups, strict=False):
         mean = 100 * np.mean([run.matrix for run in trials], axis=0)
         mesh = axes.imshow(mean, cmap="cividis", vmin=0, vmax=100)
         _write_numbers(axes, mean, bright=55)

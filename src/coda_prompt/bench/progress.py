@@ -43,7 +43,7 @@ class BenchProgress(ProgressBar):
         if event.kind == "evaluation":
             share = (event.task + 1) / tasks
             mean = 100 * sum(event.accuracies) / len(event.accuracies)
-            self._accuracies[run.folder] = f", {mean:.1f} % so far"
+            self._accuracies[run.folder] = f"{mean:.1f} %"
         self._shares[run.folder] = share
         done = self._completed()
         status = f"task {event.task + 1}/{tasks}"
@@ -54,13 +54,19 @@ class BenchProgress(ProgressBar):
             )
         if event.epochs:
             status += f", epoch {event.epoch + 1}/{event.epochs}"
-        self._status[run.folder] = status + self._accuracies.get(run.folder, "")
+        if accuracy := self._accuracies.get(run.folder):
+            status += f", {accuracy} so far"
+        self._status[run.folder] = status
         description = "" if len(self._runs) > 1 else row + self._status[run.folder]
         self.update(self._bar_task, completed=done, description=description, eta=self._eta(done))
 
     def finish(self, run: Run) -> None:
-        """Mark a run as finished."""
+        """Mark a run as finished and print its accuracy above the bar."""
         self._shares[run.folder] = 1.0
+        if self.console.is_terminal and run.folder in self._accuracies:
+            name = ", ".join(_name(run))
+            line = f"{name}: {self._accuracies[run.folder]} over all classes"
+            self.console.print(line, highlight=False)
         self._status.pop(run.folder, None)
         self._finished += 1
         self.update(self._bar_task, completed=self._completed())

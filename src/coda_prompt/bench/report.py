@@ -204,6 +204,10 @@ def summary(trials: Sequence[FinishedRun]) -> dict[str, Any]:
     for name in measured[0]:
         values = metrics.summarise([measures[name] for measures in measured])
         row[name] = {"mean": _number(values.mean), "std": _number(values.std)}
+    finals = [measures["A_N"] for measures in measured]
+    interval = metrics.paired_difference(finals, [0.0] * len(finals)).interval
+    if interval is not None and not math.isnan(interval[0]):
+        row["A_N"]["interval"] = interval
     return row
 
 

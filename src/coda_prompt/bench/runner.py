@@ -165,7 +165,11 @@ def _open_folder(job: Job) -> Iterator[TextIO]:
     path = folder / EVENTS
     if path.is_symlink():
         raise CorruptRun(path, "is a symbolic link")
-    with exclusive_lock(folder, FolderBusy), path.open("a+", encoding="utf-8") as event_log:
+    # Checkpoints record the length of the log in bytes, so its line ends have one on all systems.
+    with (
+        exclusive_lock(folder, FolderBusy),
+        path.open("a+", encoding="utf-8", newline="\n") as event_log,
+    ):
         write_json(folder / CONFIG, job.run.config)
         write_json(folder / ENVIRONMENT, job.environment)
         yield event_log

@@ -6,7 +6,7 @@ import csv
 import html
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,31 @@ COST = {
     "seconds": "seconds",
     "memory_mib": "peak MiB",
 }
-HEADS = {"method": "method", "trials": "trials", **ACCURACY, **COST}
+INTERVAL = "A_N_interval"
+HEADS = {"method": "method", "trials": "trials", INTERVAL: "A_N 95 %", **ACCURACY, **COST}
+MEANINGS = {
+    "trials": "Runs with different seeds: another order of classes, other random numbers.",
+    "A_N %": "Accuracy after the last task over all classes, mean of the tasks; ± one standard "
+    "deviation over the trials.",
+    "A_N 95 %": "95 % confidence interval of the mean of A_N (Student's t).",
+    "mean of A_t %": "Accuracy over the classes so far, mean over all tasks.",
+    "when learned %": "Accuracy on each task right after it was learned, mean of the tasks.",
+    "own classes %": "Accuracy in the end if only the classes of the image's own task compete.",
+    "F %": "Forgetting as the CODA-Prompt paper computes it; lower is better.",
+    "F max %": "Mean drop of each task from its best accuracy to the last; lower is better.",
+    "trained %": "Parameters that are trained, in % of the backbone with its head.",
+    "final %": "Parameters of the final model, in % of the backbone with its head.",
+    "G mult-adds, training": "Billion multiply-adds to train on one image once.",
+    "G mult-adds, inference": "Billion multiply-adds to classify one image.",
+    "seconds": "Time of a run, with evaluation.",
+    "peak MiB": "Most memory of the process during the run.",
+    "paper": "The published number.",
+    "queries": "Where prompt queries come from: each view (exact) or the plain image (cached).",
+    f"A_N - {REFERENCE} [95 %]": f"Difference from {REFERENCE} over the same seeds, with its 95 % "
+    "confidence interval: without 0 in it, the difference is not chance.",
+}
+"""What a column means, shown in the HTML page."""
+LOWER_IS_BETTER = ("F_paper", "F_max")
 SHORT = ("A_N", "F_paper", "learning", "own_classes", "trained_parameters", "seconds")
 """Measures in the table that `coda bench` prints."""
 CONSTANT = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
@@ -63,17 +87,29 @@ class Table:
     title: str
     heads: Sequence[str]
     cells: Sequence[Sequence[str]]
+    best: frozenset[tuple[int, int]] = frozenset()
+    """Rows and columns of the best cells, which are bold."""
+
+    def _marked(self, mark: Callable[[str], str]) -> list[list[str]]:
+        """Return the cells, the best ones marked."""
+        return [
+            [mark(text) if (row, column) in self.best else text for column, text in enumerate(line)]
+            for row, line in enumerate(self.cells)
+        ]
 
     def markdown(self) -> str:
         """Format as a Markdown table."""
-        lines = [self.heads, ["---", *["---:"] * (len(self.heads) - 1)], *self.cells]
+        cells = self._marked(lambda text: f"**{text}**")
+        lines = [self.heads, ["---", *["---:"] * (len(self.heads) - 1)], *cells]
         escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
         return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
 
     def latex(self) -> str:
         """Format as a LaTeX `tabular` with rules of the booktabs package."""
         columns = "l" + "r" * (len(self.heads) - 1)
-        lines = ["{}" + " & ".join(_latex(cell) for cell in line) + r" \\" for line in self.cells]
+        escaped = [[_latex(text) for text in line] for line in self.cells]
+        cells = Table("", (), escaped, self.best)._marked(lambda text: rf"\textbf{{{text}}}")
+        lines = ["{}" + " & ".join(line) + r" \\" for line in cells]
         heads = " & ".join(_latex(head) for head in self.heads) + r" \\"
         inner = "\n".join([r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"])
         title = f"% {' '.join(self.title.split())}"
@@ -81,10 +117,11 @@ class Table:
 
     def html(self) -> str:
         """Format as an HTML table."""
-        heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
+        heads = "".join(_html_head(head) for head in self.heads)
+        escaped = [[html.escape(text) for text in line] for line in self.cells]
+        cells = Table("", (), escaped, self.best)._marked(lambda text: f"<b>{text}</b>")
         lines = "\n".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
-            for line in self.cells
+            "<tr>" + "".join(f"<td>{text}</td>" for text in line) + "</tr>" for line in cells
         )
         return (
             f"<table><caption>{html.escape(self.title)}</caption>\n"
@@ -96,14 +133,26 @@ class Table:
         return table(self.heads, self.cells, self.title)
 
 
+def _html_head(head: str) -> str:
+    """Return the head of a column; where it needs one, with an explanation to hover over."""
+    text = html.escape(head)
+    if head not in MEANINGS:
+        return f"<th>{text}</th>"
+    meaning = html.escape(MEANINGS[head], quote=True)
+    return f'<th><abbr tabindex="0" title="{meaning}">{text}</abbr></th>'
+
+
 def short(rows: Sequence[Row], title: str) -> Table:
     """Build the table that `coda bench` prints."""
-    return _measures(title, rows, ["method", *SHORT], f"A_N - {REFERENCE}")
+    return _measures(title, best_first(rows), ["method", *SHORT], f"A_N - {REFERENCE}")
 
 
 def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
     """Build all tables of a benchmark's report."""
+    rows = best_first(rows)
+    intervals = [INTERVAL] if any("interval" in row["A_N"] for row in rows) else []
     accuracy = ["method", "trials", *ACCURACY]
+    accuracy[3:3] = intervals
     tables = [
         _measures("Accuracy and forgetting", rows, accuracy, f"A_N - {REFERENCE} [95 %]"),
         _measures("Cost per run and per image", rows, ["method", *COST]),
@@ -156,10 +205,42 @@ def _measures(title: str, rows: Sequence[Row], names: list[str], difference: str
     """Build a table of measures; `difference` is the head of a last column that compares A_N."""
     heads = [HEADS[name] for name in names]
     cells = [[cell(row, name) for name in names] for row in rows]
+    best = frozenset(
+        (line, column)
+        for column, name in enumerate(names)
+        if name in ACCURACY
+        for line in _best_rows(rows, name)
+    )
     if difference:
         heads.append(difference)
         cells = [[*line, difference_cell(row)] for line, row in zip(cells, rows, strict=True)]
-    return Table(title, heads, cells)
+    return Table(title, heads, cells, best)
+
+
+def best_first(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by final accuracy; those without one are last."""
+    return sorted(rows, key=lambda row: row["A_N"]["mean"] or 0.0, reverse=True)
+
+
+def _best_rows(rows: Sequence[Row], name: str) -> list[int]:
+    """Return the rows with the best value of a measure, as shown; none if there is one row only.
+
+    Methods that train on all tasks at once do not take part.
+    """
+    shown = {
+        number: round(row[name]["mean"], DIGITS.get(name, 1))
+        for number, row in enumerate(rows)
+        if row[name]["mean"] is not None and not _trains_on_all(row["method"])
+    }
+    if len(shown) < 2:
+        return []
+    best = (min if name in LOWER_IS_BETTER else max)(shown.values())
+    return [number for number, value in shown.items() if value == best]
+
+
+def _trains_on_all(method: str) -> bool:
+    entry = METHODS.get(method)
+    return entry is not None and entry.type.trains_on == "all"
 
 
 def _comparison_with_paper(rows: Sequence[Row]) -> Table:
@@ -217,6 +298,9 @@ def _changed_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def cell(row: Row, name: str) -> str:
     """Format a measure as `mean ± std`, or a dash if it was not measured; other fields as text."""
+    if name == INTERVAL:
+        interval = row["A_N"].get("interval")
+        return f"{interval[0]:.1f} to {interval[1]:.1f}" if interval else DASH
     if not isinstance(row[name], Mapping):
         return str(row[name])
     mean, std = row[name]["mean"], row[name]["std"]

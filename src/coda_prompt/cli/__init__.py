@@ -1,6 +1,7 @@
 """The `coda` command. Heavy modules are imported when a command runs, so `--help` is fast."""
 
 import errno
+import io
 import sys
 import warnings
 from typing import Annotated
@@ -58,6 +59,9 @@ def main() -> None:
     """Run the command line; errors a user can cause end in one message and an exit code."""
     # Large images are refused with a BadImage error of our own.
     warnings.filterwarnings("ignore", message=".*decompression bomb")
+    for stream in (sys.stdout, sys.stderr):
+        if sys.platform == "win32" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")  # a pipe there has the code page of the system
     try:
         app()
     except CodaError as error:

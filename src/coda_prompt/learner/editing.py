@@ -83,13 +83,15 @@ def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
     """Return the method and every other state that adds up over images.
 
     Raises:
-        CannotEdit: The method is not in closed form.
+        CannotEdit: What the method has learned is not a sum over images.
     """
     method = classifier.network.method
     if not isinstance(method, AdditiveMethod):
+        reason = "is trained by gradients on the images of all classes of a lesson, which"
+        if method.closed_form:
+            reason = "stores no sums over the images of single classes, which therefore"
         raise errors.CannotEdit(
-            f"{classifier.network.entry.name} is trained by gradients on the images of all classes "
-            "of a lesson, which cannot be told apart afterwards",
+            f"{classifier.network.entry.name} {reason} cannot be told apart afterwards",
             "Undo the lesson and teach it again without them, or use ranpac, slda or ncm.",
         )
     detector = classifier.network.detector

@@ -51,6 +51,10 @@ class Estimator:
         self.options = {**(options or {}), **more} if more else options
         self.training = {**(training or {}), **of_training} if of_training else training
         self._entry = find_method(method)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget everything that was learned."""
         self._network: Network | None = None
 
     # -- parameters

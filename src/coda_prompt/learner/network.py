@@ -64,10 +64,13 @@ class Network:
         self.held_out_by_lesson = False
         """Whether images are held out as until format 2, so that its lessons resume."""
         options = removable_options(entry.type, options)
-        if "width" in entry.type.Config.__dataclass_fields__:
-            width = min(MAX_PROJECTION, 16 * self.backbone.vit.config.width)
+        fields = entry.type.Config.__dataclass_fields__
+        if "blend" in fields:
             ridge = {"ridge": "relative"} if entry.type.closed_form else {}
-            options = {"width": width, "blend": True, "balance": True, **ridge, **options}
+            options = {"blend": True, "balance": True, **ridge, **options}
+        if "width" in fields:
+            width = min(MAX_PROJECTION, 16 * self.backbone.vit.config.width)
+            options = {"width": width, **options}
         config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_fabric import Fabric
 
@@ -29,14 +29,12 @@ class SavedEstimator(Estimator):
     _home: tuple[Path, str | None] | None = None
     """The folder last read or written, and the hash of the model in it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._history = History()
-        """Earlier and undone versions, in memory or in the folder they are read from."""
+    _history: History
+    """Earlier and undone versions, in memory or in the folder they are read from."""
 
     def _reset(self) -> None:
-        """Forget everything that was learned."""
-        self._network = self._saved = self._checkpointer = None
+        super()._reset()
+        self._saved = self._checkpointer = None
         self._history = History()
 
     @property

@@ -20,12 +20,12 @@ from coda_prompt.methods.additive import (
     unite_rows,
 )
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, cosines
+from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
 from coda_prompt.model.vit import Images, ViT
 
 
-class ClosedForm(AdditiveMethod):
+class ClosedForm(Method):
     """Base of methods that fit a task's frozen features (the queries) at once, without training."""
 
     needs_queries = True
@@ -44,7 +44,7 @@ class ClosedForm(AdditiveMethod):
         """Compute the scores of a batch, B x classes seen."""
 
 
-class NearestClassMean(ClosedForm):
+class NearestClassMean(AdditiveMethod, ClosedForm):
     """Nearest class mean: cosine similarity to the mean frozen feature of each class."""
 
     variants = MappingProxyType({"ncm": {}})

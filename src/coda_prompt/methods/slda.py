@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.additive import AdditiveState
+from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     MethodConfig,
@@ -44,7 +44,7 @@ class StreamingLDAConfig(MethodConfig):
     """Store the second moments of each class apart, so that it can be forgotten."""
 
 
-class StreamingLDA(ClosedForm):
+class StreamingLDA(AdditiveMethod, ClosedForm):
     """Streaming LDA: class means and one shared covariance of frozen features."""
 
     Config = StreamingLDAConfig

@@ -231,11 +231,13 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
 
 @pages.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
+    """Answer `ok`, for load balancers and monitors."""
     return "ok\n"
 
 
 @pages.get("/metrics", response_class=PlainTextResponse)
 async def metrics(metrics: CurrentMetrics) -> PlainTextResponse:
+    """Return counts and durations of requests in the format of Prometheus."""
     return PlainTextResponse(generate_latest(metrics.registry))
 
 

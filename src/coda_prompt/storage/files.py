@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 LOCK = ".lock"
 OWNER = f"{LOCK}.owner"
+REPLACE_RETRIES = 40 if os.name == "nt" else 0
+"""Two seconds on Windows, far more than a reader of one file needs."""
 
 
 class FileSchema(BaseModel):
@@ -31,7 +34,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        _replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
         if error.filename is None and error.errno is not None:  # "disk full" names no file
@@ -39,6 +42,18 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename a file over another one; Windows refuses while a reader has that one open."""
+    for _ in range(REPLACE_RETRIES):
+        try:
+            temporary.replace(path)
+        except PermissionError:
+            time.sleep(0.05)
+        else:
+            return
+    temporary.replace(path)
 
 
 def _sync_folder(folder: Path) -> None:
