@@ -25,7 +25,7 @@ from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.loading import Batch, Epoch, batches
-from coda_prompt.training.passes import Passes
+from coda_prompt.training.passes import Passes, share
 from coda_prompt.training.schedule import learning_rate
 from coda_prompt.training.settings import Event, Result
 from coda_prompt.training.snapshot import restored_on_error
@@ -78,22 +78,23 @@ class Engine(Passes):
         result: Result | None = None,
         measure_every: int = 1,
     ) -> Result:
-        """Learn the tasks of a stream in order and evaluate all tasks learned so far.
+        """Learn the tasks of a stream in order and evaluate all classes learned so far.
 
         Args:
             checkpointer: Saves the run; a run that it has saved before is resumed.
             result: The result of the resumed run so far, which is extended.
-            measure_every: Evaluate after every so many tasks, and after the last.
+            measure_every: Evaluate after every so many tasks and after the last; tasks in chunks
+                also after their last chunk.
         """
-        _check_classes(stream)
         if method.classes_seen:
             raise errors.BadOption(
                 "run", "method", f"{method.name} has learned before; make a new one"
             )
-        result = result or Result.empty([len(task.test) for task in stream.tasks])
+        result = result or Result.empty(stream.test_images, len(stream.tasks))
         joint = method.trains_on == "all"
-        tasks = [_join_tasks(stream.tasks)] if joint else stream.tasks
+        tasks = [_join_tasks(stream)] if joint else stream.tasks
         done, last = 0, len(stream.tasks) - 1
+        measured = {last, *range(measure_every - 1, last, measure_every), *stream.ends_of_chunks}
         if checkpointer is not None and checkpointer.latest is not None:
             done = checkpointer.latest.task
             if done > len(tasks):
@@ -109,19 +110,35 @@ class Engine(Passes):
             )
             result.losses.append(losses)
             after = last if joint else task.index
-            if not (after + 1) % measure_every or after == last:
+            if after in measured:
                 self._measure(method, stream, after, result)
             if checkpointer is not None:
                 checkpointer.save_after_task(method, task.index)
         return result
 
     def _measure(self, method: Method, stream: Stream, after: int, result: Result) -> None:
-        """Evaluate all tasks up to `after` and write a row of the result."""
-        for task in stream.tasks[: after + 1]:
-            accuracies = self.evaluate(method, task.test, task.classes)
-            result.matrix[after, task.index], result.own_classes[after, task.index] = accuracies
-        row = tuple(float(value) for value in result.matrix[after, : after + 1])
-        self.on_event(Event("evaluation", after, len(stream.tasks), accuracies=row))
+        """Evaluate all classes seen so far and write a row of the result."""
+        seen, parts, row = method.classes_seen, [], []
+        for number, group in enumerate(stream.groups):
+            known = [label for label in group.classes if label < seen]
+            if not known:
+                continue
+            of_seen = group.samples.labels < seen
+            correct, own = self.correct(method, group.samples, known)
+            result.matrix[after, number] = share(correct[of_seen])
+            result.own_classes[after, number] = share(own[of_seen])
+            row.append(float(result.matrix[after, number]))
+            parts.append((group.samples.subset(of_seen), correct[of_seen]))
+        all_correct = np.concatenate([correct for _, correct in parts])
+        result.anytime[after] = share(all_correct)
+        if stream.domain_names:
+            domains = np.concatenate([np.asarray(samples.domains) for samples, _ in parts])
+            result.domains = {
+                name: share(all_correct[domains == domain])
+                for domain, name in enumerate(stream.domain_names)
+                if (domains == domain).any()
+            }
+        self.on_event(Event("evaluation", after, len(stream.tasks), accuracies=tuple(row)))
 
     # -- a task
 
@@ -405,21 +422,13 @@ class Engine(Passes):
         return step_loss
 
 
-def _check_classes(stream: Stream) -> None:
-    task_of: dict[int, int] = {}
-    for task in stream.tasks:
-        for row in task.classes:
-            if row in task_of:
-                raise errors.ClassInTwoTasks(stream.class_names[row], task_of[row], task.index)
-            task_of[row] = task.index
-
-
-def _join_tasks(tasks: Sequence[Task]) -> Task:
+def _join_tasks(stream: Stream) -> Task:
     """Join all tasks into one."""
+    tasks = stream.tasks
     return Task(
         index=0,
-        classes=tuple(row for task in tasks for row in task.classes),
+        classes=tuple(sorted({row for task in tasks for row in task.classes})),
         train=Samples.concat([task.train for task in tasks]),
-        test=Samples.concat([task.test for task in tasks]),
+        test=Samples.concat([group.samples for group in stream.groups]),
         untrained=tuple(row for task in tasks for row in task.untrained),
     )
