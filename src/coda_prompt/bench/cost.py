@@ -17,7 +17,7 @@ from coda_prompt.methods import Method, TaskBrief, TrainingBatch
 from coda_prompt.model.vit import ViT, ViTConfig
 
 BATCH = 4
-Tasks = Sequence[int] | Sequence[tuple[int, ...]]
+Tasks = Sequence[int | tuple[int, ...]]
 
 
 class MultiplyAdds(NamedTuple):

@@ -70,7 +70,8 @@ def bench(
         print_json({"rows": rows})
         return
     title = f"{resolved.name}: {resolved.description}"
-    _print_results([tables.short(rows, title)], plots.benchmark_plots(finished, folder), run)
+    table = tables.short(rows, title, finished[0].config["stream"])
+    _print_results([table], plots.benchmark_plots(finished, folder), run)
 
 
 @app.command(

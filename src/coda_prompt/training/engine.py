@@ -23,6 +23,7 @@ from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.loading import Batch, Epoch, batches
 from coda_prompt.training.passes import Passes, share
@@ -43,6 +44,48 @@ class _TaskRun:
     tasks: int
     """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
+    meter: Meter
+
+    def out_of_budget(self, position: TrainingPosition) -> bool:
+        """Whether the budget is spent; the first step of a task is always taken."""
+        started = position.stage or position.epoch or position.step
+        return bool(started) and position.spent >= self.meter.limit
+
+
+@dataclass(frozen=True)
+class _StageRun:
+    """The stage being trained."""
+
+    stage: Stage
+    epochs: int
+    optimizer: Optimizer
+    rates: list[float]
+    """Initial learning rate of each parameter group."""
+    module: _FabricModule
+    wrapped: _FabricOptimizer
+
+    def set_rates(self, schedule: str, epoch: int, progress: float, spent: float) -> float:
+        """Set the learning rates of a step and return the first.
+
+        Args:
+            schedule: Of the training settings, unless the stage has its own.
+            epoch: Finished epochs.
+            progress: Finished share of the epoch.
+            spent: Share of the budget that is spent. The schedule follows it where it is ahead of
+                the epochs, so that the learning rate falls before the budget ends.
+        """
+        stage = self.stage
+        at = max(epoch + (progress if stage.per_iteration else 0), spent * (self.epochs - 1))
+        for group, start in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = learning_rate(
+                stage.schedule or schedule,
+                start,
+                at,
+                self.epochs,
+                stage.final_factor,
+                stage.drop_at,
+            )
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
 @dataclass(frozen=True)
@@ -104,11 +147,18 @@ class Engine(Passes):
             self._place(method)
             checkpointer.restore_learned(method)
         for task in tasks[done:]:
-            past = tasks[: task.index]
+            meter = self._meter(stream, len(stream.tasks) if joint else 1)
             losses = self.learn(
-                method, task, past=past, tasks=len(tasks), checkpointer=checkpointer
+                method,
+                task,
+                past=tasks[: task.index],
+                tasks=len(tasks),
+                checkpointer=checkpointer,
+                meter=meter,
             )
             result.losses.append(losses)
+            if meter.active:
+                result.spent.append(meter.spent)
             after = last if joint else task.index
             if after in measured:
                 self._measure(method, stream, after, result)
@@ -150,6 +200,7 @@ class Engine(Passes):
         past: Sequence[Task] = (),
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
+        meter: Meter | None = None,
     ) -> list[float]:
         """Learn one task.
 
@@ -160,6 +211,8 @@ class Engine(Passes):
             past: Earlier tasks, for methods that train on their images again.
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
+            meter: Ends the training when its budget is spent. The first step and what is fitted
+                in closed form are never left out.
 
         Returns:
             The mean loss of each epoch of all stages.
@@ -176,10 +229,12 @@ class Engine(Passes):
             raise errors.InvalidLabels(
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
-        run = _TaskRun(method, task.train, labels, past, index, tasks or index + 1, checkpointer)
-        losses: list[float] = []
+        meter = meter or Meter()
+        run = _TaskRun(
+            method, task.train, labels, past, index, tasks or index + 1, checkpointer, meter
+        )
         try:
-            with restored_on_error(method):
+            with restored_on_error(method), meter:
                 resumed = None if checkpointer is None else checkpointer.position
                 if resumed is None:
                     self.on_event(Event("task", index, run.tasks))
@@ -187,35 +242,56 @@ class Engine(Passes):
                     raise errors.Interrupted
                 means = partial(self._class_means, method, task.train, classes)
                 method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
-                if method.prepares_on is not None:
-                    with torch.no_grad():
-                        method.prepare(self._all_batches(run, method.prepares_on))
-                stages, epochs_before = method.stages(), 0
-                first = 0 if resumed is None else resumed.stage
-                if resumed is not None and first >= len(stages):
-                    problem = f"it counts {first} stages of {len(stages)}"
-                    raise errors.CorruptFile("the checkpoint", problem)
-                fitted = not method.fits
-                for number, stage in enumerate(stages):
-                    if stage.data == "generated" and not fitted:
-                        # Checkpoints within a later stage contain what was fitted.
-                        if number > first or number == first == 0:
-                            self._fit(run)
-                        fitted = True
-                    if number >= first:
-                        position = TrainingPosition(index, number, losses=losses)
-                        losses = self._train_stage(run, stage, position, epochs_before)
-                        method.end_stage(stage)
-                    epochs_before += stage.epochs or self.training.epochs
-                if method.concludes_on is not None:
-                    with torch.no_grad():
-                        method.conclude(self._all_batches(run, method.concludes_on))
-                if not fitted:
-                    self._fit(run)
+                losses = self._train(run, resumed)
                 method.end_task()
         finally:
             self.queries.tables.pop(task.train, None)
         return losses
+
+    def _train(self, run: _TaskRun, resumed: TrainingPosition | None) -> list[float]:
+        """Run the passes and the remaining stages of a task; return the losses of all epochs."""
+        method, first = run.method, 0 if resumed is None else resumed.stage
+        if method.prepares_on is not None:
+            with torch.no_grad():
+                method.prepare(self._all_batches(run, method.prepares_on))
+        stages, epochs_before, losses = method.stages(), 0, list[float]()
+        if resumed is not None and first >= len(stages):
+            problem = f"it counts {first} stages of {len(stages)}"
+            raise errors.CorruptFile("the checkpoint", problem)
+        fitted = not method.fits
+        for number, stage in enumerate(stages):
+            if stage.data == "generated" and not fitted:
+                # Checkpoints within a later stage contain what was fitted.
+                if number > first or number == first == 0:
+                    self._fit(run)
+                fitted = True
+            if number >= first:
+                position = TrainingPosition(run.index, number, losses=losses)
+                losses = self._train_stage(run, stage, position, epochs_before)
+                method.end_stage(stage)
+            epochs_before += stage.epochs or self.training.epochs
+        if method.concludes_on is not None:
+            with torch.no_grad():
+                method.conclude(self._all_batches(run, method.concludes_on))
+        if not fitted:
+            self._fit(run)
+        return losses
+
+    def _meter(self, stream: Stream, tasks: int) -> Meter:
+        """Return a meter with the budget of so many tasks of a stream."""
+        budget = stream.budget
+        if budget is None:
+            return Meter()
+        if self.training.views is not None and budget.multiply_adds is not None:
+            problem = "views that recur make the cost of a step depend on earlier steps"
+            raise errors.BadOption("the stream", "budget", f"{problem}; leave out training.views")
+        limits = {name: limit and limit * tasks for name, limit in budget.model_dump().items()}
+
+        def reduce(value: float, operation: str) -> float:
+            tensor = torch.tensor(value, dtype=torch.float64, device=self.fabric.device)
+            return float(self._reduced(tensor, operation))
+
+        return Meter(budget.model_copy(update=limits), reduce)
 
     def _fit(self, run: _TaskRun) -> None:
         features, queries = self._features_and_queries(run.method, run.train)
@@ -257,43 +333,77 @@ class Engine(Passes):
         for network in method.modules():
             if isinstance(network, ViT):
                 network.recompute = self.training.recompute
+        restored = None
         if run.checkpointer is not None:
-            position = run.checkpointer.restore_training(method, optimizer) or position
+            restored = run.checkpointer.restore_training(method, optimizer)
+        position = restored or position
         if position.epoch > epochs:
             raise errors.CorruptFile(
                 "the checkpoint", f"it counts {position.epoch} epochs of {epochs}"
             )
         features = stage.data == "features"
         table = self._table(run.train, method.features, method) if features else None
-        for epoch in range(position.epoch, epochs):
-            data = self._epoch_data(run, stage, epochs_before + epoch, position.step, table)
-            steps = len(data.sizes)
-            for step in range(position.step, steps):
-                at = epoch + step / steps if stage.per_iteration else epoch
-                schedule = stage.schedule or self.training.schedule
-                for group, start in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = learning_rate(
-                        schedule, start, at, epochs, stage.final_factor, stage.drop_at
-                    )
-                loss = self._step(run, stage, module, wrapped, data, position)
-                position.sum_of_losses += loss * data.sizes[step]
-                position.step = step + 1
-                rate = optimizer.param_groups[0]["lr"]
-                progress = (run.index, run.tasks, epoch, epochs)
-                self.on_event(Event("step", *progress, step, steps, loss, rate))
-                if position.step == steps:
-                    losses = [*position.losses, position.sum_of_losses / sum(data.sizes)]
-                    position = TrainingPosition(run.index, position.stage, epoch + 1, 0, losses)
-                    self.on_event(Event("epoch", *progress, steps, steps, losses[-1], rate))
-                stopping = self.should_stop()
-                if run.checkpointer is not None:
-                    run.checkpointer.save_after_step(method, optimizer, position, now=stopping)
-                if stopping:
-                    raise errors.Interrupted
+        if run.meter.active:
+            self._start_meter(run, stage, position, resumed=restored is not None)
+        training = _StageRun(stage, epochs, optimizer, rates, module, wrapped)
+        while position.epoch < epochs and (position.step or not run.out_of_budget(position)):
+            epoch = epochs_before + position.epoch
+            data = self._epoch_data(run, stage, epoch, position.step, table)
+            position = self._train_epoch(run, training, data, position)
         for parameter in paused:
             parameter.requires_grad_(True)
         method.eval()
         return position.losses
+
+    def _start_meter(
+        self, run: _TaskRun, stage: Stage, position: TrainingPosition, *, resumed: bool
+    ) -> None:
+        """Count from what was spent before the stage, or before it was interrupted.
+
+        Queries that are computed once are computed now: a resumed stage computes them again.
+        """
+        plain = stage.data == "plain" or self.views.augmentation is None
+        cached = plain or self.training.queries == "cached"
+        if cached and stage.data in ("plain", "augmented") and run.method.needs_queries:
+            self.queries.fill(run.method, run.train)
+        if resumed:
+            run.meter.restore(position.spent)
+        position.spent = run.meter.spent
+
+    def _train_epoch(
+        self, run: _TaskRun, training: _StageRun, data: _EpochData, position: TrainingPosition
+    ) -> TrainingPosition:
+        """Train the remaining steps of an epoch, or until the budget is spent.
+
+        Returns:
+            The position after the epoch.
+        """
+        epoch, steps = position.epoch, len(data.sizes)
+        progress = (run.index, run.tasks, epoch, training.epochs)
+        for step in range(position.step, steps):
+            if run.out_of_budget(position):
+                break
+            rate = training.set_rates(
+                self.training.schedule, epoch, step / steps, position.spent / run.meter.limit
+            )
+            loss = self._step(run, training, data, position)
+            position.sum_of_losses += loss * data.sizes[step]
+            position.step = step + 1
+            position.spent = run.meter.spent
+            self.on_event(Event("step", *progress, step, steps, loss, rate))
+            if position.step == steps:
+                position = position.after_epoch(sum(data.sizes))
+                self.on_event(Event("epoch", *progress, steps, steps, position.losses[-1], rate))
+            stopping = self.should_stop()
+            if run.checkpointer is not None:
+                run.checkpointer.save_after_step(
+                    run.method, training.optimizer, position, now=stopping
+                )
+            if stopping:
+                raise errors.Interrupted
+        if position.epoch == epoch:  # the budget was spent before the end of the epoch
+            position = position.after_epoch(sum(data.sizes[: position.step]))
+        return position
 
     def _optimizer(
         self, method: Method, stage: Stage, groups: Sequence[ParameterGroup]
@@ -372,9 +482,7 @@ class Engine(Passes):
     def _step(
         self,
         run: _TaskRun,
-        stage: Stage,
-        module: _FabricModule,
-        optimizer: _FabricOptimizer,
+        training: _StageRun,
         data: _EpochData,
         position: TrainingPosition,
     ) -> float:
@@ -388,6 +496,7 @@ class Engine(Passes):
             NonFiniteLoss: The loss or a gradient is not finite; the optimizer has not stepped.
         """
         method, processes = run.method, self.fabric.world_size
+        stage, module, optimizer = training.stage, training.module, training.wrapped
         whole, last = data.sizes[position.step], data.parts[position.step] - 1
         value = torch.zeros((), device=self.fabric.device, dtype=self.dtype)
         optimizer.zero_grad()
