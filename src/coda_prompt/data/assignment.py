@@ -71,15 +71,14 @@ def long_tailed(
 def blurred(
     tasks: Integers, classes: Integers, disjoint: float, share: float, seed: int
 ) -> Integers:
-    """Exchange a share of the images of all blurry classes at random; tasks keep their sizes."""
-    generator = keyed(seed, "blur")
+    """Spread a share of the images of all blurry classes evenly over all tasks, at random."""
+    generator, result = keyed(seed, "blur"), tasks.copy()
     names = np.unique(classes[tasks != UNUSED])
-    count = round(disjoint * len(names))
-    blurry = np.isin(classes, generator.permutation(names)[count:]) & (tasks != UNUSED)
-    moving = np.flatnonzero(blurry)
+    blurry = generator.permutation(names)[round(disjoint * len(names)) :]
+    moving = np.flatnonzero(np.isin(classes, blurry) & (tasks != UNUSED))
     moving = generator.permutation(moving)[: round(share * len(moving))]
-    result = tasks.copy()
-    result[moving] = tasks[generator.permutation(moving)]
+    for task, part in enumerate(np.array_split(moving, int(tasks.max(initial=0)) + 1)):
+        result[part] = task
     return result
 
 

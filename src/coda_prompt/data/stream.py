@@ -166,6 +166,8 @@ class _Cut:
                     names = ", ".join(self.source.domain_names[domain] for domain in removed)
                     raise EmptyTask(task, f"has no training image without the domains {names}")
         task_of = assign(self.home, self.train.labels, self.options, self.seed)
+        for task in np.setdiff1d(np.arange(len(self.cells)), task_of):
+            raise EmptyTask(int(task), "has no training image left: all moved to other tasks")
         if self.options.chunk is None:
             return task_of, np.arange(len(self.cells))
         return chunked(task_of, self.options.chunk, self.seed)

@@ -76,7 +76,7 @@ class StreamOptions(BaseModel):
     """Images of the largest class / images of the smallest; those between fall exponentially, in
     a random order of the classes."""
     blur: float = Field(default=0, ge=0, le=1)
-    """Share of the images of blurry classes that move to a random task."""
+    """Share of the images of blurry classes that are spread evenly over all tasks."""
     disjoint: float = Field(default=0.5, ge=0, le=1)
     """Share of the classes that are not blurry; matters with `blur` only."""
     repeat: float = Field(default=0, ge=0, le=1)
