@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from PIL import Image
 from small import array_source, patterns
 
 from coda_prompt.data.assignment import UNUSED, chunked, random_ranks
+from coda_prompt.data.resolve import open_source
 from coda_prompt.data.sources import Source
 from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.data.stream_options import StreamOptions
@@ -210,3 +213,33 @@ def test_only_fields_that_are_set_are_written() -> None:
     }  # fmt: skip
     online = StreamOptions(tasks=3, chunk=5, budget={"seconds": 2}).model_dump(mode="json")
     assert online == {**plain, "chunk": 5, "budget": {"multiply_adds": None, "seconds": 2.0}}
+
+
+def write_domains(root: Path, parts: tuple[str, ...] = ("",)) -> None:
+    for part in parts:
+        for domain, classes in (("photo", "ab"), ("sketch", "bc")):
+            for name in classes:
+                folder = root / part / domain / name
+                folder.mkdir(parents=True)
+                for number in range(5):
+                    Image.new("L", (4, 4), number).save(folder / f"{number}.png")
+
+
+def test_folders_of_domains_are_a_source_with_domains(tmp_path: Path) -> None:
+    write_domains(tmp_path)
+    data = open_source(f"domains:{tmp_path}")
+    assert data.class_names == ("a", "b", "c")
+    assert data.domain_names == ("photo", "sketch")
+    assert (len(data.train), len(data.test)) == (16, 4)
+    stream = make_stream(data, domain_lists=[["sketch"], ["photo"]])
+    assert [[stream.class_names[row] for row in task.classes] for task in stream.tasks] == [
+        ["b", "c"],
+        ["b", "a"],
+    ]
+
+
+def test_folders_of_domains_below_train_and_test(tmp_path: Path) -> None:
+    write_domains(tmp_path, ("train", "test"))
+    data = open_source(f"domains:{tmp_path}")
+    assert (len(data.train), len(data.test)) == (20, 20)
+    assert data.notes == ()

@@ -52,9 +52,12 @@ class Benchmark(Section):
     name: str = Field(pattern=r"^[^/\\\x00]+$")
     """Name of the benchmark and of the folder with its runs."""
     description: str = ""
+    minutes: float | None = Field(default=None, gt=0)
+    """About how long the default methods and trials take on two CPU cores, from counted
+    multiply-adds."""
     source: str
     """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, `shards:` with a path or
-    remote path of tar files, or an image folder."""
+    remote path of tar files, `domains:` with a folder of domain folders, or an image folder."""
     data: Path | None = None
     """Folder with the paper's datasets. It does not identify a run: the data may be moved."""
     lists: Path | None = None
@@ -147,6 +150,24 @@ def shipped(folder: str) -> list[str]:
     return sorted(path.stem for path in (PACKAGE / folder).glob("*.yaml"))
 
 
+def preset_rows() -> list[dict[str, Any]]:
+    """Describe every preset of the package: its fields as they are listed to users."""
+    rows = []
+    for name in shipped("presets"):
+        preset = load_benchmark(name)
+        rows.append(
+            {
+                "preset": name,
+                "description": preset.description,
+                "source": preset.source,
+                "methods": list(preset.demo or preset.methods),
+                "trials": preset.trials,
+                "minutes": preset.minutes,
+            }
+        )
+    return rows
+
+
 def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Benchmark:
     """Load a preset by name, or a YAML or JSON file, apply overrides and validate it.
 
@@ -204,7 +225,9 @@ def _load_fields(name_or_path: str) -> dict[str, Any]:
         return fields
     if not isinstance(base, str):
         raise BadOption(f"benchmark {name_or_path}", "like", "must be the name of a preset")
-    return {**_load_fields(base), **fields}
+    inherited = _load_fields(base)
+    inherited.pop("minutes", None)  # it is that of the other preset
+    return {**inherited, **fields}
 
 
 def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
