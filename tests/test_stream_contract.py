@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "blurry": {"tasks": 3, "blur": 0.5, "disjoint": 0.5, "random_sizes": True},
     "repeated": {"tasks": 3, "repeat": 0.5},
     "long-tailed": {"tasks": 2, "imbalance": 6},
-    "long": {"classes_per_task": 1, "domains_per_task": 1},
+    "long": {"classes_per_task": 1, "domains_per_task": 2},
     "budgeted": {"tasks": 3, "budget": {"multiply_adds": 1e6}},
 }
 EVERYTHING: dict[str, Any] = {

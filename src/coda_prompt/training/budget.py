@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -10,10 +9,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
-    FlopCounterMode,
+    flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
+    shape_wrapper,
 )
 
 from coda_prompt.data.stream_options import Budget
@@ -78,30 +79,42 @@ class Meter:
             self._before += spent - self.spent
 
 
-class MultiplyAddCounter(contextlib.AbstractContextManager["MultiplyAddCounter"]):
-    """Counts the multiply-adds of matrix products and convolutions, forward and backward."""
+class MultiplyAddCounter(TorchDispatchMode):
+    """Counts the multiply-adds of matrix products and convolutions, forward and backward.
+
+    The formulas are torch's; its `FlopCounterMode` also hooks into modules, which fails on those
+    that are called with parameters.
+    """
 
     def __init__(self) -> None:
-        fused: dict[Any, Any] = {  # CPU operations that torch's counter does not know
+        super().__init__()
+        fused = {  # CPU operations that torch's registry does not know
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
                 _attention_backward
             ),
             torch.ops.mkldnn._linear_pointwise: _product,
         }
-        self._counter = FlopCounterMode(display=False, custom_mapping=fused)
-
-    def __enter__(self) -> MultiplyAddCounter:
-        self._counter.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._counter.__exit__(*error)
-
-    @property
-    def count(self) -> float:
+        self._formulas: dict[Any, Any] = {
+            **flop_registry,
+            **{operation: shape_wrapper(formula) for operation, formula in fused.items()},
+        }
+        self.count = 0.0
         """Multiply-adds so far."""
-        return self._counter.get_total_flops() / 2
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it; those made of others are taken apart."""
+        kwargs = kwargs or {}
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is None:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.count += formula(*args, **kwargs, out_val=result) / 2
+        return result
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
