@@ -70,8 +70,17 @@ def run(
     return method, engine.run(method, stream, checkpointer=checkpointer, result=result)
 
 
-@pytest.mark.parametrize("kind", STREAMS)
-@pytest.mark.parametrize(("name", "queries"), [("coda-p", "exact"), ("dualprompt", "cached")])
+@pytest.mark.parametrize(
+    ("kind", "name", "queries"),
+    [
+        ("online and budgeted", "coda-p", "exact"),
+        ("budgeted", "dualprompt", "cached"),
+        pytest.param("online", "coda-p", "cached", marks=pytest.mark.slow),
+        pytest.param("budgeted", "coda-p", "exact", marks=pytest.mark.slow),
+        pytest.param("budgeted", "hide-prompt", "exact", marks=pytest.mark.slow),
+        pytest.param("online and budgeted", "ft++", "exact", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_stream_ends_with_the_same_bits(
     kind: str, name: str, queries: str, tmp_path: Path
 ) -> None:
