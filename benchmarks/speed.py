@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import math
 import platform
 import statistics
 import subprocess
@@ -30,11 +29,6 @@ from PIL import Image
 from textbook import TextbookCoda
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
 from coda_prompt import methods
 from coda_prompt.bench.environment import PeakMemory
@@ -49,6 +43,7 @@ from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import write_atomically
+from coda_prompt.training.budget import MultiplyAddCounter
 from coda_prompt.training.loading import Epoch, Views, batches
 
 VITS = {
@@ -142,26 +137,9 @@ def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
 
 def multiply_adds(step: Step) -> float:
     """Count the multiply-adds of a step."""
-    attention: dict[Any, Any] = {  # fused CPU operations that the counter does not know
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        torch.ops.mkldnn._linear_pointwise: _product,
-    }
-    with FlopCounterMode(display=False, custom_mapping=attention) as counter:
+    with MultiplyAddCounter() as counter:
         step()
-    return counter.get_total_flops() / 2
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _product(inputs: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(inputs) * int(weight[0])
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
+    return counter.count
 
 
 def peak_above(build: Callable[[], Step]) -> float:

@@ -22,7 +22,6 @@ from coda_prompt.data.stream import Samples, Stream, Task, make_stream
 from coda_prompt.errors import (
     BadImage,
     BadOption,
-    ClassInTwoTasks,
     CodaError,
     EmptyTask,
     InvalidLabels,
@@ -554,12 +553,10 @@ def test_an_image_of_a_class_that_is_not_the_tasks_is_refused() -> None:
         )
 
 
-def test_a_class_in_two_tasks_of_a_stream_is_refused() -> None:
+def test_new_classes_of_a_stream_take_the_next_rows() -> None:
     stream = make_stream(patterns(4, 5), tasks=2)
-    first, second = stream.tasks
-    twice = Task(1, (1, 2, 3), second.train, second.test)
-    broken = replace(stream, tasks=(first, twice))
-    with pytest.raises(ClassInTwoTasks, match="Class '1' is in task 1 and in task 2"):
+    broken = replace(stream, tasks=stream.tasks[::-1])
+    with pytest.raises(InvalidLabels, match=r"0 classes are known, new ones cannot be rows"):
         Engine(PLAIN_VIEWS).run(methods.make("coda-p", tiny_vit()), broken)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from coda_prompt import methods
-from coda_prompt.data.stream import class_order
+from coda_prompt.data.groups import class_order
 from coda_prompt.methods import Method, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.dualprompt import DualPrompt

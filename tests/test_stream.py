@@ -17,8 +17,9 @@ from small import array_source
 from torch.utils.data import DataLoader, Dataset
 
 from coda_prompt.data import images
+from coda_prompt.data.groups import class_order
 from coda_prompt.data.sources import ArraySplit, Source
-from coda_prompt.data.stream import Samples, Stream, class_order, make_stream
+from coda_prompt.data.stream import Samples, Stream, make_stream
 from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
 from coda_prompt.preprocessing import Preprocessing
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
+from coda_prompt.data.stream_options import StreamOptions
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
 from coda_prompt.methods import Entry
 from coda_prompt.methods.base import MethodConfig, PromptConfig
@@ -34,27 +35,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StreamSection(Section):
-    """How the data is cut into tasks."""
-
-    tasks: int | None = Field(default=None, ge=1)
-    classes_per_task: int | None = Field(default=None, ge=1)
-    remove_domains: int = Field(default=0, ge=0)
-    """Domains removed from the training images of each task (the paper's dual shift)."""
-    train_images: int | None = Field(default=None, ge=1)
-    """Random images of each class to train on, drawn anew in each trial. Default: all."""
-    test_images: int | None = Field(default=None, ge=1)
-    """Random images of each class to test on, drawn anew in each trial. Default: all."""
-    validation: bool = False
-    """Evaluate on a fifth of the training images; test images are not read."""
-
-    @model_serializer(mode="wrap")
-    def _leave_out_unset_limits(self, dump: Any) -> dict[str, Any]:
-        """Leave out limits that are not set: runs of earlier versions do not have them."""
-        unset = {name for name in ("train_images", "test_images") if getattr(self, name) is None}
-        return {name: value for name, value in dump(self).items() if name not in unset}
-
-
 class MethodSection(Section):
     """A row of the table: a method with its options in this benchmark."""
 
@@ -72,9 +52,12 @@ class Benchmark(Section):
     name: str = Field(pattern=r"^[^/\\\x00]+$")
     """Name of the benchmark and of the folder with its runs."""
     description: str = ""
+    minutes: float | None = Field(default=None, gt=0)
+    """About how long the default methods and trials take on two CPU cores, from counted
+    multiply-adds."""
     source: str
     """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, `shards:` with a path or
-    remote path of tar files, or an image folder."""
+    remote path of tar files, `domains:` with a folder of domain folders, or an image folder."""
     data: Path | None = None
     """Folder with the paper's datasets. It does not identify a run: the data may be moved."""
     lists: Path | None = None
@@ -91,10 +74,12 @@ class Benchmark(Section):
     """Crop test images to a square, or resize without keeping the aspect ratio."""
     augmentation: Augmentation | None = None
     """Augmentation of training images."""
-    stream: StreamSection
+    stream: StreamOptions
+    """How the data is cut into tasks."""
     measure_every: int = Field(default=1, ge=1)
     """Evaluate after every so many tasks, and after the last. Forgetting needs every task (1), but
-    with thousands of tasks evaluation takes longer than training."""
+    with thousands of tasks evaluation takes longer than training. Tasks in chunks are also
+    evaluated after their last chunk."""
     trials: int = Field(default=5, ge=1, le=10_000)
     """Number of trials. Trials differ in their seed, which sets class order, splits and initial
     values for all methods."""
@@ -126,8 +111,9 @@ class Benchmark(Section):
         """Return the resolved options of a row; the stream sets the number of tasks."""
         entry = self.entry_of(name)
         options = dict(self.methods.get(name, MethodSection()).options)
-        if "tasks" in entry.type.Config.__dataclass_fields__ and self.stream.tasks is not None:
-            options.setdefault("tasks", self.stream.tasks)
+        tasks = self.stream.number_of_tasks
+        if "tasks" in entry.type.Config.__dataclass_fields__ and tasks is not None:
+            options.setdefault("tasks", tasks)
         if issubclass(entry.type.Config, CodaConfig) and self.protocol is not None:
             options.setdefault("preset", self.protocol)
         if issubclass(entry.type.Config, PromptConfig) and self.one_stage:
@@ -164,6 +150,24 @@ def shipped(folder: str) -> list[str]:
     return sorted(path.stem for path in (PACKAGE / folder).glob("*.yaml"))
 
 
+def preset_rows() -> list[dict[str, Any]]:
+    """Describe every preset of the package: its fields as they are listed to users."""
+    rows = []
+    for name in shipped("presets"):
+        preset = load_benchmark(name)
+        rows.append(
+            {
+                "preset": name,
+                "description": preset.description,
+                "source": preset.source,
+                "methods": list(preset.demo or preset.methods),
+                "trials": preset.trials,
+                "minutes": preset.minutes,
+            }
+        )
+    return rows
+
+
 def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Benchmark:
     """Load a preset by name, or a YAML or JSON file, apply overrides and validate it.
 
@@ -186,7 +190,7 @@ def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Ben
     try:
         benchmark = Benchmark(**fields)
     except ValidationError as error:
-        sections: dict[str, type[BaseModel]] = {"stream": StreamSection, "methods": MethodSection}
+        sections: dict[str, type[BaseModel]] = {"stream": StreamOptions, "methods": MethodSection}
         raise bad_field(f"benchmark {name_or_path}", error, sections, Benchmark) from error
     for name in benchmark.methods:
         benchmark.method_config(name)
@@ -221,7 +225,9 @@ def _load_fields(name_or_path: str) -> dict[str, Any]:
         return fields
     if not isinstance(base, str):
         raise BadOption(f"benchmark {name_or_path}", "like", "must be the name of a preset")
-    return {**_load_fields(base), **fields}
+    inherited = _load_fields(base)
+    inherited.pop("minutes", None)  # it is that of the other preset
+    return {**inherited, **fields}
 
 
 def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
@@ -325,7 +331,8 @@ def bad_field(
     if first["type"] == "extra_forbidden":
         section = sections.get(path.split(".")[0], whole) if "." in path else whole
         return UnknownName(f"field of {owner}", str(first["loc"][-1]), section.model_fields)
-    return BadOption(owner, path or "?", str(first["msg"]).lower())
+    problem = str(first["msg"]).removeprefix("Value error, ")
+    return BadOption(owner, path or "?", problem[:1].lower() + problem[1:])
 
 
 def check_rows(benchmark: Benchmark, names: Sequence[str]) -> None:

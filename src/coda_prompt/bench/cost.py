@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from coda_prompt.methods import Method, TaskBrief, TrainingBatch
 from coda_prompt.model.vit import ViT, ViTConfig
 
 BATCH = 4
+Tasks = Sequence[int | tuple[int, ...]]
 
 
 class MultiplyAdds(NamedTuple):
@@ -30,12 +30,12 @@ class MultiplyAdds(NamedTuple):
 
 
 def method_after(
-    benchmark: Benchmark, row: str, vit: ViTConfig, tasks: Sequence[int], *, finish: bool = True
+    benchmark: Benchmark, row: str, vit: ViTConfig, tasks: Tasks, *, finish: bool = True
 ) -> Method:
     """Create a row's method as it is after learning tasks, on the meta device.
 
     Args:
-        tasks: Number of classes in each task.
+        tasks: Rows of the classes of each task, or the number of its new classes.
         finish: Whether the last task is finished, or about to be trained.
     """
     options = asdict(benchmark.method_config(row))
@@ -45,8 +45,9 @@ def method_after(
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_floating_point():  # begin_task reads these values: keep them real
                 setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
-    for index, end in enumerate(accumulate(tasks)):
-        rows = range(end - tasks[index], end)
+    for index, task in enumerate(tasks):
+        seen = method.classes_seen
+        rows = range(seen, seen + task) if isinstance(task, int) else task
         means = partial(torch.zeros, len(rows), vit.width, device="meta")
         method.begin_task(TaskBrief(index, 0, tuple(rows), torch.tensor(rows), means))
         if finish or index < len(tasks) - 1:
@@ -54,10 +55,8 @@ def method_after(
     return method
 
 
-def multiply_adds(
-    benchmark: Benchmark, row: str, vit: ViTConfig, tasks: Sequence[int]
-) -> MultiplyAdds:
-    """Count the multiply-adds of a row's method after tasks with these numbers of classes.
+def multiply_adds(benchmark: Benchmark, row: str, vit: ViTConfig, tasks: Tasks) -> MultiplyAdds:
+    """Count the multiply-adds of a row's method after tasks with these classes.
 
     Cached queries are computed once per task, so each epoch is charged a share of them.
     """

@@ -45,6 +45,8 @@ CAPTIONS = {
     "accuracy": "Accuracy over all classes learned so far; bands are one standard deviation.",
     "matrices": "Accuracy on each task after each task, mean of the trials.",
     "forgetting": "Accuracy each task lost between its best value and the end.",
+    "anytime": "Accuracy over all classes seen so far, measured while images arrive.",
+    "cost": "Multiply-adds of the whole training against final accuracy.",
     "parameters": "Trained parameters against final accuracy.",
 }
 

@@ -42,4 +42,4 @@ def load_source(benchmark: Benchmark) -> Source:
 
 def load_stream(benchmark: Benchmark, source: Source, seed: int) -> Stream:
     """Cut the data into the tasks of one trial."""
-    return make_stream(source, seed=seed, **benchmark.stream.model_dump())
+    return make_stream(source, benchmark.stream, seed=seed)

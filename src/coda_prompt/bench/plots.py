@@ -35,6 +35,11 @@ def benchmark_plots(runs: Sequence[FinishedRun], folder: Path) -> list[Path]:
         "forgetting": forgetting_per_task,
         "parameters": parameters_against_accuracy,
     }
+    stream = runs[0].config["stream"]
+    if "chunk" in stream:
+        plots["anytime"] = anytime_accuracy
+    if "budget" in stream:
+        plots["cost"] = accuracy_against_cost
     return [save(draw(runs), folder / name) for name, draw in plots.items()]
 
 
@@ -44,7 +49,7 @@ def accuracy_over_tasks(runs: Sequence[FinishedRun]) -> Figure:
     tasks = len(runs[0].matrix)
     steps = np.arange(1, tasks + 1)
     for method, trials in _best_first(runs):
-        curves = np.array([100 * metrics.accuracy_after_each_task(run.matrix) for run in trials])
+        curves = np.array([100 * run.accuracy_curve() for run in trials])
         mean, deviation = curves.mean(axis=0), curves.std(axis=0)
         style = _style(method)
         if np.isnan(mean[:-1]).all() and tasks > 1:  # trained on all tasks at once
@@ -61,10 +66,40 @@ def accuracy_over_tasks(runs: Sequence[FinishedRun]) -> Figure:
     return _finish(figure, axes)
 
 
+def anytime_accuracy(runs: Sequence[FinishedRun]) -> Figure:
+    """Plot the accuracy on all classes seen so far against the images learned from."""
+    figure, axes = _one_plot()
+    for method, trials in _best_first(runs):
+        style = {**_style(method), "markersize": 3, "linewidth": 1.2}
+        for number, run in enumerate(trials):
+            images, accuracies = run.anytime_curve()
+            axes.plot(images, 100 * accuracies, label=None if number else method, **style)
+    axes.set(xlabel="training images so far", ylabel="accuracy over all classes so far, %")
+    return _finish(figure, axes)
+
+
+def accuracy_against_cost(runs: Sequence[FinishedRun]) -> Figure:
+    """Plot final accuracy against the multiply-adds of the whole training."""
+    figure, axes = _one_plot()
+    for method, trials in _best_first(runs):
+        row = summary(trials)
+        accuracy, cost = row["A_N"], row["total_gmac"]["mean"]
+        if None in (accuracy["mean"], cost):
+            continue
+        deviation = accuracy["std"] if len(trials) > 1 else None
+        style = {**_style(method), "linestyle": "none", "markersize": 8}
+        axes.errorbar(cost, accuracy["mean"], deviation, capsize=3, label=method, **style)
+    axes.margins(x=0.15, y=0.1)
+    axes.set(xlabel="10^9 multiply-adds of the training", ylabel="A_N, %")
+    return _finish(figure, axes)
+
+
 def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
     """Plot what each task lost between its best accuracy and the end, least forgetting first."""
     lost = {
-        method: np.mean([100 * metrics.forgetting_per_task(run.matrix) for run in trials], axis=0)
+        method: np.mean(
+            [100 * metrics.forgetting_per_task(run.matrix, run.learned) for run in trials], axis=0
+        )
         for method, trials in by_method(runs).items()
     }
     known = {name: drops for name, drops in lost.items() if drops.size and np.isfinite(drops).all()}

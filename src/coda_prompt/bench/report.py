@@ -25,6 +25,8 @@ REFERENCE = "coda-p"
 GIGA, MEBI = 1e9, 2**20
 PAPER_FIELDS = ("source", "backbone", "preprocess", "resize", "augmentation", "stream")
 """Fields, besides the epochs, in which a run must equal a preset to be compared with the paper."""
+DOMAIN_RULES = {"domains_per_task", "domain_lists"}
+"""Fields of a stream whose tasks differ in their domains."""
 REMEDY = "Give the folder that 'coda bench' wrote to (--out, by default runs)."
 Key = TypeVar("Key", bound=Hashable)
 
@@ -49,28 +51,89 @@ class FinishedRun:
 
     @property
     def matrix(self) -> metrics.Matrix:
-        """Accuracy on task j after task t over all classes seen by then; NaN if not measured."""
-        return _matrix(self.result["matrix"])
+        """Accuracy on group j after task t over all classes seen by then; NaN if not measured.
+
+        Tasks in chunks have one row: that after their last chunk.
+        """
+        return _matrix(self.result["matrix"])[self._rows]
 
     @property
     def own_classes(self) -> metrics.Matrix:
-        """The same among the classes of task j only."""
-        return _matrix(self.result["own_classes"])
+        """The same among the classes of group j only."""
+        return _matrix(self.result["own_classes"])[self._rows]
+
+    @property
+    def learned(self) -> list[int]:
+        """The row of `matrix` after which each group is learned."""
+        rows = self._rows
+        return [rows.index(group["last"]) for group in self.groups]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Name, first and last task of each group of test images."""
+        names = range(len(self.result["test_images"]))
+        default = [{"name": f"task {j + 1}", "first": j, "last": j} for j in names]
+        groups: list[dict[str, Any]] = self.result.get("groups", default)
+        return groups
+
+    @property
+    def _rows(self) -> list[int]:
+        tasks = range(len(self.result["matrix"]))
+        if all(group["first"] == group["last"] for group in self.groups):
+            return list(tasks)
+        return sorted({tasks[-1], *(group["last"] for group in self.groups)})
+
+    @property
+    def tested(self) -> list[int]:
+        """Groups that count: with domains, a task may have no test image."""
+        counts = self.result["test_images"]
+        by_domain = DOMAIN_RULES & self.config["stream"].keys()
+        return [j for j, count in enumerate(counts) if count or not by_domain]
+
+    def accuracy_curve(self) -> metrics.Matrix:
+        """Mean accuracy over the groups learned so far, after each row of `matrix`."""
+        learned = [self.learned[j] for j in self.tested]
+        return metrics.accuracy_after_each_task(self.matrix[:, self.tested], learned)
+
+    def anytime_curve(self) -> tuple[metrics.Matrix, metrics.Matrix]:
+        """Images learned from, and accuracy on all classes seen then, after each measured task."""
+        accuracies = np.array(self.result.get("anytime", ()), float)
+        images = np.cumsum(self.result.get("train_images", ()))
+        measured = ~np.isnan(accuracies)
+        return images[measured], accuracies[measured]
 
     def measures(self) -> dict[str, float]:
         """Compute all metrics (accuracy and forgetting in %) and costs of the run."""
-        matrix, parameters = self.matrix, self.result["parameters"]
+        matrix, learned = self.matrix[:, self.tested], [self.learned[j] for j in self.tested]
+        parameters, counts = self.result["parameters"], self.result["test_images"]
         trained = (parameters["body"] + parameters["head"]) / (
             parameters["backbone"] + parameters["head"]
         )
+        images, anytime = self.anytime_curve()
+        base, new = (
+            _weighted(
+                matrix[-1],
+                [counts[j] for j in self.tested],
+                [(row == 0) == first for row in learned],
+            )
+            for first in (True, False)
+        )
         shares = {
-            "A_N": metrics.average_accuracy(matrix),
-            "weighted": metrics.weighted_accuracy(matrix, self.result["test_images"]),
-            "average_incremental": metrics.average_incremental_accuracy(matrix),
-            "learning": metrics.learning_accuracy(matrix),
-            "own_classes": metrics.average_accuracy(self.own_classes),
-            "F_paper": metrics.forgetting_paper(matrix),
-            "F_max": metrics.forgetting_max(matrix),
+            "A_N": metrics.average_accuracy(matrix, learned),
+            "weighted": metrics.weighted_accuracy(
+                matrix, [counts[j] for j in self.tested], learned
+            ),
+            "average_incremental": float(np.mean(self.accuracy_curve())),
+            "learning": metrics.learning_accuracy(matrix, learned),
+            "own_classes": metrics.average_accuracy(self.own_classes[:, self.tested], learned),
+            "F_paper": metrics.forgetting_paper(matrix, learned),
+            "F_max": metrics.forgetting_max(matrix, learned),
+            "BWT": metrics.backward_transfer(matrix, learned),
+            "FWT": metrics.forward_transfer(matrix, len(self.result["class_names"]), learned),
+            "A_AUC": metrics.area_under_curve(anytime, images),
+            "base": base,
+            "new": new,
+            "harmonic": metrics.harmonic_mean(base, new),
             "trained_parameters": trained,
             "final_parameters": trained + bool(parameters["frozen"]),
         }
@@ -79,9 +142,20 @@ class FinishedRun:
             **{name: 100 * value for name, value in shares.items()},
             "training_gmac": operations["training"] / GIGA,
             "inference_gmac": operations["inference"] / GIGA,
+            "total_gmac": self._training_cost(operations["training"]) / GIGA,
             "seconds": self.result["seconds"],
             "memory_mib": self.result["peak_memory_bytes"] / MEBI,
         }
+
+    def _training_cost(self, per_image: float) -> float:
+        """Multiply-adds of the whole training: counted with a budget, else estimated."""
+        budget = self.config["stream"].get("budget")
+        if budget is not None:
+            spent: list[float] = self.result["spent"]
+            return sum(spent) if budget["multiply_adds"] is not None else math.nan
+        entry = METHODS.get(self.config["implementation"])
+        epochs = 1 if entry and entry.type.closed_form else self.config["training"]["epochs"]
+        return per_image * epochs * sum(self.result.get("train_images", [math.nan]))
 
 
 def read_run(folder: Path) -> FinishedRun:
@@ -109,10 +183,12 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def _check_matrices(run: FinishedRun) -> None:
-    """Check that matrices have the run's number of tasks and contain accuracies."""
-    tasks = len(run.result["test_images"])
-    for matrix in (run.matrix, run.own_classes):
-        if matrix.shape != (tasks, tasks):
+    """Check that matrices have the run's number of groups and contain accuracies."""
+    groups = len(run.result["test_images"])
+    tasks = len(run.result.get("train_images", range(groups)))
+    for name in ("matrix", "own_classes"):
+        matrix = _matrix(run.result[name])
+        if matrix.shape != (tasks, groups):
             raise ValueError(f"a matrix has shape {matrix.shape}, but there are {tasks} tasks")
         measured = matrix[~np.isnan(matrix)]
         if len(measured) and not (measured.min() >= 0 and measured.max() <= 1):
@@ -271,6 +347,14 @@ def _difference(
 
 def _matrix(rows: Sequence[Sequence[float | None]]) -> metrics.Matrix:
     return np.array([[math.nan if value is None else value for value in row] for row in rows])
+
+
+def _weighted(accuracies: metrics.Matrix, images: Sequence[int], chosen: Sequence[bool]) -> float:
+    """Return the accuracy over the images of the chosen groups; NaN without any."""
+    weights = np.array(images, float) * np.array(chosen)
+    if not weights.sum():
+        return math.nan
+    return float(np.average(accuracies[weights > 0], weights=weights[weights > 0]))
 
 
 def _number(value: float) -> float | None:

@@ -187,7 +187,7 @@ class Recorder:
             event_log: None on ranks that do not write.
             loggers: TensorBoard loggers, if any.
         """
-        self.result = Result.empty([len(task.test) for task in job.stream.tasks])
+        self.result = Result.empty(job.stream.test_images, len(job.stream.tasks))
         self._run, self._event_log = job.run, event_log
         self._loggers, self._on_event = loggers, on_event
         self._started = time.perf_counter()
@@ -242,6 +242,9 @@ def _restore_result(result: Result, checkpoint: Checkpoint) -> tuple[int, float]
             np.array(progress[name], dtype=float) for name in ("matrix", "own_classes")
         )
         result.losses[:] = [[float(loss) for loss in task] for task in progress["losses"]]
+        result.spent[:] = [float(cost) for cost in progress.get("spent", ())]
+        if "anytime" in progress:  # runs of earlier versions have none
+            result.anytime[:] = np.array(progress["anytime"], dtype=float)
         length, seconds = progress["log"], progress["seconds"]
         if not isinstance(length, int) or not isinstance(seconds, int | float):
             raise TypeError
@@ -259,17 +262,20 @@ def _write_result(job: Job, recorder: Recorder, memory: PeakMemory) -> None:
     state = job.method.learned_state()
     if job.run.save_learned:
         write_tensors(job.run.folder / LEARNED, state, {"method": job.run.method})
-    names, tasks = job.stream.class_names, job.stream.tasks
-    sizes = [len(task.classes) for task in tasks]
+    names, tasks, groups = job.stream.class_names, job.stream.tasks, job.stream.groups
     result = {
         **_measurements(recorder.result),
-        "tasks": sizes,
+        "tasks": [len(task.classes) for task in tasks],
+        "train_images": [len(task.train) for task in tasks],
+        "groups": [
+            {"name": group.name, "first": group.first, "last": group.last} for group in groups
+        ],
         "class_names": names,
         "untrained": [names[label] for task in tasks for label in task.untrained],
         "notes": job.stream.notes,
         "learned_sha256": tensors_sha256(state),
         "parameters": parameter_counts(job.method, job.backbone),
-        "multiply_adds": _count_operations(job, sizes),
+        "multiply_adds": _count_operations(job),
         "seconds": seconds,
         "peak_memory_bytes": memory.peak(),
     }
@@ -292,10 +298,10 @@ def parameter_counts(method: Method, backbone: ViT) -> dict[str, Any]:
     }
 
 
-def _count_operations(job: Job, sizes: Sequence[int]) -> dict[str, float] | None:
-    run = job.run
+def _count_operations(job: Job) -> dict[str, float] | None:
+    run, classes = job.run, [task.classes for task in job.stream.tasks]
     try:
-        return multiply_adds(run.benchmark, run.method, job.method.vit_config, sizes)._asdict()
+        return multiply_adds(run.benchmark, run.method, job.method.vit_config, classes)._asdict()
     except Exception as error:  # noqa: BLE001 (a user's method may raise anything; keep its result)
         log.warning("The operations of %s cannot be counted: %s", run.method, error)
         return None
@@ -329,9 +335,16 @@ def _event_fields(event: Event) -> dict[str, Any]:
 
 def _measurements(result: Result) -> dict[str, Any]:
     """Return a result as JSON values: null for accuracies that were not measured."""
-    matrix, own_classes = (
+    matrix, own_classes, (anytime,) = (
         [[None if math.isnan(value) else float(value) for value in row] for row in values]
-        for values in (result.matrix, result.own_classes)
+        for values in (result.matrix, result.own_classes, [result.anytime])
     )
-    counts = {"test_images": result.test_images, "losses": result.losses}
-    return {"matrix": matrix, "own_classes": own_classes, **counts}
+    return {
+        "matrix": matrix,
+        "own_classes": own_classes,
+        "test_images": result.test_images,
+        "losses": result.losses,
+        "anytime": anytime,
+        **({"domains": result.domains} if result.domains else {}),
+        **({"spent": result.spent} if result.spent else {}),
+    }

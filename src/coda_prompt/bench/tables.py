@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table as RichTable
@@ -32,16 +33,36 @@ ACCURACY = {
     "F_paper": "F %",
     "F_max": "F max %",
 }
+STREAM = {
+    "BWT": "BWT %",
+    "FWT": "FWT %",
+    "A_AUC": "A_AUC %",
+    "base": "base %",
+    "new": "new %",
+    "harmonic": "harmonic %",
+}
+STREAM_FIELDS = {
+    "domains_per_task": ("FWT", "BWT"),
+    "domain_lists": ("FWT", "BWT"),
+    "shots": ("base", "new", "harmonic"),
+    "base_classes": ("base", "new", "harmonic"),
+    "chunk": ("A_AUC",),
+    "blur": ("A_AUC",),
+    "repeat": ("A_AUC",),
+    "budget": ("total_gmac",),
+}
+"""Measures that `coda bench` prints in addition, by the field of a stream that they belong to."""
 COST = {
     "trained_parameters": "trained %",
     "final_parameters": "final %",
     "training_gmac": "G mult-adds, training",
     "inference_gmac": "G mult-adds, inference",
+    "total_gmac": "G mult-adds in all",
     "seconds": "seconds",
     "memory_mib": "peak MiB",
 }
 INTERVAL = "A_N_interval"
-HEADS = {"method": "method", "trials": "trials", INTERVAL: "A_N 95 %", **ACCURACY, **COST}
+HEADS = {"method": "method", "trials": "trials", INTERVAL: "A_N 95 %", **ACCURACY, **STREAM, **COST}
 MEANINGS = {
     "trials": "Runs with different seeds: another order of classes, other random numbers.",
     "A_N %": "Accuracy after the last task over all classes, mean of the tasks; ± one standard "
@@ -70,7 +91,7 @@ SHORT = ("A_N", "F_paper", "learning", "own_classes", "trained_parameters", "sec
 CONSTANT = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
 """Measures that are the same in every trial."""
 SETTINGS = ("epochs", "batch_size", "learning_rate", "schedule", "queries")
-DIGITS = {"training_gmac": 3, "inference_gmac": 3, "seconds": 0, "memory_mib": 0}
+DIGITS = {"training_gmac": 3, "inference_gmac": 3, "total_gmac": 0, "seconds": 0, "memory_mib": 0}
 LATEX = {
     **{letter: f"\\{letter}" for letter in "%_&#{}$"},
     "\\": r"\textbackslash{}",
@@ -142,9 +163,13 @@ def _html_head(head: str) -> str:
     return f'<th><abbr tabindex="0" title="{meaning}">{text}</abbr></th>'
 
 
-def short(rows: Sequence[Row], title: str) -> Table:
-    """Build the table that `coda bench` prints."""
-    return _measures(title, best_first(rows), ["method", *SHORT], f"A_N - {REFERENCE}")
+def short(
+    rows: Sequence[Row], title: str, stream: Mapping[str, Any] = MappingProxyType({})
+) -> Table:
+    """Build the table that `coda bench` prints; a stream's fields add measures to it."""
+    added = dict.fromkeys(name for field in stream for name in STREAM_FIELDS.get(field, ()))
+    heads = ["method", *SHORT, *added]
+    return _measures(title, best_first(rows), heads, f"A_N - {REFERENCE}")
 
 
 def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
@@ -155,12 +180,27 @@ def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
     accuracy[3:3] = intervals
     tables = [
         _measures("Accuracy and forgetting", rows, accuracy, f"A_N - {REFERENCE} [95 %]"),
+        _measures("Transfer, anytime accuracy, base and new classes", rows, ["method", *STREAM]),
+        _accuracy_by_domain(runs),
         _measures("Cost per run and per image", rows, ["method", *COST]),
     ]
     if any(row["published"] for row in rows):
         tables.append(_comparison_with_paper(rows))
     tables += [_settings(runs), _remarks(runs)]
     return [table for table in tables if table.cells]
+
+
+def _accuracy_by_domain(runs: Sequence[FinishedRun]) -> Table:
+    """Build the final accuracy on the test images of each domain, mean of the trials."""
+    names = list(dict.fromkeys(name for run in runs for name in run.result.get("domains", ())))
+    cells = []
+    for method, trials in by_method(runs).items():
+        values = [
+            [run.result["domains"][name] for run in trials if name in run.result.get("domains", ())]
+            for name in names
+        ]
+        cells.append([method, *(f"{100 * sum(v) / len(v):.1f}" if v else DASH for v in values)])
+    return Table("Final accuracy by domain, %", ["method", *names], cells if names else [])
 
 
 def _remarks(runs: Sequence[FinishedRun]) -> Table:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coda_prompt import __version__
-from coda_prompt.cli import bench, catalog, data, editing, learner, predict, serve
+from coda_prompt.cli import bench, catalog, data, editing, learner, predict, serve, stream
 from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import CodaError, Interrupted
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for family in (learner, editing, predict, serve, catalog, data, bench):
+for family in (learner, stream, editing, predict, serve, catalog, data, bench):
     app.add_typer(family.app)
 
 
@@ -59,9 +59,9 @@ def main() -> None:
     """Run the command line; errors a user can cause end in one message and an exit code."""
     # Large images are refused with a BadImage error of our own.
     warnings.filterwarnings("ignore", message=".*decompression bomb")
-    for stream in (sys.stdout, sys.stderr):
-        if sys.platform == "win32" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # a pipe there has the code page of the system
+    for output in (sys.stdout, sys.stderr):
+        if sys.platform == "win32" and isinstance(output, io.TextIOWrapper):
+            output.reconfigure(encoding="utf-8")  # a pipe there has the code page of the system
     try:
         app()
     except CodaError as error:

@@ -22,14 +22,15 @@ SAVED = "benchmark.json"
 
 
 @app.command(
-    epilog="Examples: `coda bench pocket`; "
+    epilog="Examples: `coda bench --list`; `coda bench pocket`; "
     "`coda bench pocket --methods coda-p,ncm --trials 1 --json`; "
     "`coda bench pocket --set training.epochs=2 --set methods.coda-p.options.length=4`; "
     "`coda bench imagenet-r-10 --data DIR --set protocol=release-2023`"
 )
 @options.with_options(overrides=options.override_options, run=options.run_options)
 def bench(
-    benchmark: options.Benchmark,
+    benchmark: options.Benchmark = None,
+    list_presets: options.ListPresets = False,
     methods: options.Methods = None,
     validation: options.UseValidation = False,
     queries: options.Queries = None,
@@ -49,6 +50,11 @@ def bench(
     from coda_prompt.bench.launcher import run_all
     from coda_prompt.bench.runs import runs_of
 
+    if list_presets:
+        _print_presets(as_json)
+        return
+    if benchmark is None:
+        raise BadOption("coda bench", "benchmark", "name a preset (see --list) or a YAML file")
     if validation:
         overrides.append((("stream", "validation"), True))
     if views is not None:
@@ -70,7 +76,8 @@ def bench(
         print_json({"rows": rows})
         return
     title = f"{resolved.name}: {resolved.description}"
-    _print_results([tables.short(rows, title)], plots.benchmark_plots(finished, folder), run)
+    table = tables.short(rows, title, finished[0].config["stream"])
+    _print_results([table], plots.benchmark_plots(finished, folder), run)
 
 
 @app.command(
@@ -139,6 +146,28 @@ def report(
         for table in part.tables:
             console.print(table.rich())
     stderr_console().print(f"Report: {written}")
+
+
+def _print_presets(as_json: bool) -> None:
+    from coda_prompt.bench.config import preset_rows
+    from coda_prompt.console import table
+
+    rows = preset_rows()
+    if as_json:
+        print_json({"presets": rows})
+        return
+    heads = ["preset", "measures", "data", "methods x trials", "minutes on two cores"]
+    cells = [
+        [
+            row["preset"],
+            row["description"],
+            row["source"],
+            f"{len(row['methods'])} x {row['trials']}",
+            "not measured" if row["minutes"] is None else f"about {row['minutes']:g}",
+        ]
+        for row in rows
+    ]
+    stdout_console().print(table(heads, cells))
 
 
 def _print_results(

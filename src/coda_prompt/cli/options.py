@@ -204,7 +204,11 @@ Picture = Annotated[
 ]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")]
 Benchmark = Annotated[
-    str, typer.Argument(help="A preset, a YAML file, or the benchmark.json of an earlier run.")
+    str | None,
+    typer.Argument(help="A preset, a YAML file, or the benchmark.json of an earlier run."),
+]
+ListPresets = Annotated[
+    bool, typer.Option("--list", help="List the presets, what they measure and how long they take.")
 ]
 SweepBenchmark = Annotated[
     str | None, typer.Argument(help="A preset or a YAML file. Default: the sweep's own.")

@@ -17,6 +17,7 @@ from coda_prompt.data.images import image_suffixes
 from coda_prompt.data.sources import FileSplit, Source
 from coda_prompt.errors import MissingData
 
+DOMAIN_PREFIX = "domains:"
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
 _SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 
@@ -47,11 +48,7 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     Raises:
         MissingData: the folder or a class is missing or empty, or train and test disagree.
     """
-    root = Path(os.path.expanduser(path))
-    if not os.path.isdir(root):
-        problem = "this is not a folder" if os.path.exists(root) else "there is no such folder"
-        raise MissingData(root, problem, EXPECTED_LAYOUT)
-    name = root.resolve().name or str(root)
+    root, name = _existing_folder(path)
     folders = class_folders(root)
     names = folders.paths.keys()
     if names >= {"train", "test"}:
@@ -64,15 +61,84 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     train: dict[str, list[str]] = {}
     test: dict[str, list[str]] = {}
     for class_name, paths in files.items():
-        shuffled = sorted(paths, key=lambda path: _random_key(seed, os.path.relpath(path, root)))
-        count = round(0.8 * len(paths))  # 1 of 1
-        train[class_name], test[class_name] = sorted(shuffled[:count]), sorted(shuffled[count:])
+        train[class_name], test[class_name] = _random_split(paths, root, seed)
     notes = [f"random 80/20 split of each class (seed {seed}): there is no train/ and test/"]
     if folders.loose_images:
         notes.append(f"{folders.loose_images} images outside class folders ignored")
     if untested := sum(not paths for paths in test.values()):
         notes.append(f"{untested} classes too small to have a test image")
     return Source(name, tuple(files), _file_split(train), _file_split(test), notes=tuple(notes))
+
+
+def domain_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
+    """Open images in folders of domains, each with folders named after the classes.
+
+    This is the layout of DomainNet, Office-Home and PACS, and of CORe50 with sessions as domains.
+
+    Args:
+        path: A folder with `<domain>/<class>/...`, of which a random fifth of each class in each
+            domain becomes the test split, or with `train/<domain>/...` and `test/<domain>/...`.
+        seed: Seed of that random split.
+
+    Raises:
+        MissingData: The folder, a domain or a class is missing or empty.
+    """
+    root, name = _existing_folder(path)
+    notes: tuple[str, ...] = ()
+    if class_folders(root).paths.keys() >= {"train", "test"}:
+        train, test = (_files_of_domains(root / part) for part in ("train", "test"))
+    else:
+        notes = (f"random 80/20 split of each class in each domain (seed {seed})",)
+        train, test = {}, {}
+        for domain, files in _files_of_domains(root).items():
+            split = {each: _random_split(paths, root, seed) for each, paths in files.items()}
+            train[domain] = {each: first for each, (first, _) in split.items()}
+            test[domain] = {each: second for each, (_, second) in split.items()}
+    domains = sorted(train.keys() | test.keys())
+    classes = sorted({each for part in (train, test) for files in part.values() for each in files})
+    return Source(
+        name,
+        tuple(classes),
+        _domain_split(train, domains, classes),
+        _domain_split(test, domains, classes),
+        tuple(domains),
+        notes,
+    )
+
+
+def _files_of_domains(root: Path) -> dict[str, dict[str, list[str]]]:
+    """Return the images of each class in each domain."""
+    domains = class_folders(root).paths
+    return {name: _complete_classes(class_folders(Path(path))) for name, path in domains.items()}
+
+
+def _domain_split(
+    files: dict[str, dict[str, list[str]]], domains: list[str], classes: list[str]
+) -> FileSplit:
+    rows = [
+        (path, classes.index(name), domains.index(domain))
+        for domain, by_class in sorted(files.items())
+        for name, paths in by_class.items()
+        for path in paths
+    ]
+    paths, labels, numbers = zip(*rows, strict=True) if rows else ((), (), ())
+    return FileSplit(paths, np.array(labels, np.int64), np.array(numbers, np.int64))
+
+
+def _existing_folder(path: str | os.PathLike[str]) -> tuple[Path, str]:
+    """Return a folder and its name."""
+    root = Path(os.path.expanduser(path))
+    if not os.path.isdir(root):
+        problem = "this is not a folder" if os.path.exists(root) else "there is no such folder"
+        raise MissingData(root, problem, EXPECTED_LAYOUT)
+    return root, root.resolve().name or str(root)
+
+
+def _random_split(paths: list[str], root: Path, seed: int) -> tuple[list[str], list[str]]:
+    """Return four fifths of the files of a class, and the others."""
+    shuffled = sorted(paths, key=lambda path: _random_key(seed, os.path.relpath(path, root)))
+    count = round(0.8 * len(paths))  # 1 of 1
+    return sorted(shuffled[:count]), sorted(shuffled[count:])
 
 
 def _random_key(seed: int, name: str) -> bytes:

@@ -14,6 +14,8 @@ from coda_prompt.data.images import image_suffixes
 from coda_prompt.errors import MissingData, MissingExtra
 
 POLL_SECONDS = 0.5
+FileState = tuple[int, int]
+"""Size and time of change (ns) of a file."""
 
 
 def new_files(folder: Path, stop: Callable[[], bool], poll: float = POLL_SECONDS) -> Iterator[str]:
@@ -31,7 +33,7 @@ def new_files(folder: Path, stop: Callable[[], bool], poll: float = POLL_SECONDS
     """
     if not folder.is_dir():
         raise MissingData(folder, "there is no such folder", "Create it, or name another one.")
-    done, seen = _image_files(folder), dict[str, tuple[int, int]]()
+    done, seen = _image_files(folder), dict[str, FileState]()
     while not stop():
         current = _image_files(folder)
         for path, status in sorted(current.items()):
@@ -42,7 +44,26 @@ def new_files(folder: Path, stop: Callable[[], bool], poll: float = POLL_SECONDS
         time.sleep(poll)
 
 
-def _image_files(folder: Path) -> dict[str, tuple[int, int]]:
+def labelled_files(folder: Path) -> dict[str, FileState]:
+    """Return the images in the class folders of a folder, by path relative to it.
+
+    Raises:
+        MissingData: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise MissingData(folder, "there is no such folder", "Create it, or name another one.")
+    classes = sorted(
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
+    return {
+        os.path.relpath(path, folder): state
+        for each in classes
+        for path, state in sorted(_image_files(each).items())
+        if state[0]
+    }
+
+
+def _image_files(folder: Path) -> dict[str, FileState]:
     """Return size and time of change of each image in a folder."""
     files = {}
     with os.scandir(folder) as entries:

@@ -140,7 +140,7 @@ class Labelled:
         return {name: int(count) for name, count in zip(self.names, counts, strict=True)}
 
 
-Kind = Literal["pocket", "paper", "hub", "shards", "folder"]
+Kind = Literal["pocket", "paper", "hub", "shards", "domains", "folder"]
 
 
 def parse_name(name: str) -> tuple[Kind, str]:
@@ -153,6 +153,8 @@ def parse_name(name: str) -> tuple[Kind, str]:
         return "hub", name.removeprefix(hf_datasets.PREFIX)
     if name.startswith(shards.PREFIX):
         return "shards", name.removeprefix(shards.PREFIX)
+    if name.startswith(folders.DOMAIN_PREFIX):
+        return "domains", name.removeprefix(folders.DOMAIN_PREFIX)
     return "folder", url2pathname(urlsplit(name).path) if name.startswith("file://") else name
 
 
@@ -163,7 +165,7 @@ def open_source(
 
     Args:
         name: `pocket`, a dataset of the paper, `hub:owner/name`, `shards:` and a path or remote
-            path, or a folder.
+            path, `domains:` and a folder of domain folders, or a folder.
         data: The folder with the datasets of the paper.
         lists: The folder with the lists of a dataset of the paper, if they are not beside it.
         strength: How much the renditions of `pocket` differ. Default: as in the benchmark.
@@ -181,6 +183,8 @@ def open_source(
         return hf_datasets.hub_source(location)
     if kind == "shards":
         return shards.shard_source(location)
+    if kind == "domains":
+        return folders.domain_source(location)
     if Path(name).name == name and not Path(name).exists():
         raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
     return folders.folder_source(location)

@@ -1,103 +1,29 @@
-"""Split a source into a stream of tasks."""
+"""Streams: a source cut into tasks, for every kind of continual learning.
+
+Every training image is assigned to one task (`assignment.py`); all else follows from that.
+"""
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
-from PIL import Image
 
-from coda_prompt.data.sources import Integers, Source, Split
-from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
+from coda_prompt.data.assignment import UNUSED, assign, chunked, keyed, random_ranks
+from coda_prompt.data.groups import Groups, class_groups, domain_groups
+from coda_prompt.data.samples import Samples
+from coda_prompt.data.sources import Integers, Source
+from coda_prompt.data.stream_options import Budget, StreamOptions
+from coda_prompt.errors import BadOption, EmptyTask
 
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Selected images of a split, with the stream's labels (rows of the classifier head)."""
-
-    split: Split
-    indices: Integers
-    labels: Integers
-
-    def __post_init__(self) -> None:
-        if self.indices.shape != self.labels.shape or self.indices.ndim != 1:
-            raise ValueError(f"{self.indices.shape} indices, {self.labels.shape} labels")
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def image(self, position: int, min_side: int | None = None) -> Image.Image:
-        return self.split.image(int(self.indices[position]), min_side)
-
-    @property
-    def domains(self) -> Integers | None:
-        """Domain id of each image; None if the split has no domains."""
-        return None if self.split.domains is None else self.split.domains[self.indices]
-
-    def subset(self, positions: ArrayLike) -> Samples:
-        """Select samples by positions, in this order, or by a boolean mask."""
-        selected = np.asarray(positions)
-        if not selected.size:
-            selected = selected.astype(np.int64)  # an empty list becomes an array of floats
-        return Samples(self.split, self.indices[selected], self.labels[selected])
-
-    @staticmethod
-    def concat(parts: Iterable[Samples]) -> Samples:
-        """Concatenate samples, which may come from different splits.
-
-        Splits without any remaining sample are not referenced by the result.
-        """
-        parts = list(parts)
-        if not parts:
-            raise ValueError("nothing to concatenate")
-        located = [pair for part in parts for pair in _locate(part)]
-        splits = tuple(dict.fromkeys(split for split, _ in located)) or (parts[0].split,)
-        joined = _JoinedSplit(splits)
-        start = dict(zip(splits, joined.starts, strict=True))
-        indices = np.array([start[split] + index for split, index in located], np.int64)
-        labels = np.concatenate([part.labels for part in parts])
-        return Samples(joined if len(splits) > 1 else splits[0], indices, labels)
-
-
-class _JoinedSplit(Split):
-    """Several splits as one."""
-
-    def __init__(self, splits: tuple[Split, ...]) -> None:
-        self.splits = splits
-        self.starts = [0, *itertools.accumulate(len(split) for split in splits[:-1])]
-        self.labels = np.concatenate([split.labels for split in splits])
-        domains = [split.domains for split in splits if split.domains is not None]
-        self.domains = np.concatenate(domains) if len(domains) == len(splits) else None
-
-    def locate(self, index: int) -> tuple[Split, int]:
-        """Return the split of an image and its index there."""
-        number = bisect.bisect_right(self.starts, index) - 1
-        return self.splits[number], index - self.starts[number]
-
-    def image(self, index: int, min_side: int | None = None) -> Image.Image:
-        split, own_index = self.locate(index)
-        return split.image(own_index, min_side)
-
-    def fingerprint(self) -> str:
-        return "+".join(split.fingerprint() for split in self.splits)
-
-
-def _locate(samples: Samples) -> list[tuple[Split, int]]:
-    """Return the original split of each sample and its index there."""
-    split, indices = samples.split, samples.indices.tolist()
-    if isinstance(split, _JoinedSplit):
-        return [split.locate(index) for index in indices]
-    return [(split, index) for index in indices]
+__all__ = ["Samples", "Stream", "Task", "TestGroup", "make_stream"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Classes that are learned together, with their training and test images."""
+    """Images that are learned together, and the test images of what they teach."""
 
     index: int
     classes: tuple[int, ...]  # rows: positions in the stream's class order
@@ -108,158 +34,247 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Tasks in the order in which they are learned."""
+class TestGroup:
+    """Test images that are measured together: a column of the accuracy matrix."""
+
+    __test__ = False  # not a test of pytest
 
     name: str
-    class_names: tuple[str, ...]  # by row
+    classes: tuple[int, ...]
+    samples: Samples
+    first: int  # the first task that teaches them
+    last: int  # the last one: all chunks of the task are learned then
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tasks in the order in which they are learned, and the groups of images to test."""
+
+    name: str
+    class_names: tuple[str, ...]  # by row: in the order in which classes first appear
     class_order: tuple[int, ...]  # the source's class ids, by row
     tasks: tuple[Task, ...]
     notes: tuple[str, ...] = ()
     validation: bool = False  # whether the test images are a held-out part of the training images
+    groups: tuple[TestGroup, ...] = ()  # default: the test images of each task
+    domain_names: tuple[str, ...] = ()
+    budget: Budget | None = None  # what the training of each task may cost
 
+    def __post_init__(self) -> None:
+        if not self.groups:
+            groups = (
+                TestGroup(f"task {task.index + 1}", task.classes, task.test, task.index, task.index)
+                for task in self.tasks
+            )
+            object.__setattr__(self, "groups", tuple(groups))
 
-def class_order(classes: int, seed: int) -> tuple[int, ...]:
-    """Return the natural order for seed 0, otherwise the shuffled order of the released code."""
-    order = list(range(classes))
-    if seed > 0:
-        random.Random(seed).shuffle(order)
-    return tuple(order)
+    @property
+    def test_images(self) -> list[int]:
+        """Number of test images of each group."""
+        return [len(group.samples) for group in self.groups]
+
+    @property
+    def ends_of_chunks(self) -> set[int]:
+        """The last task of each group that several tasks teach."""
+        return {group.last for group in self.groups if group.last > group.first}
 
 
 def make_stream(
-    source: Source,
-    *,
-    tasks: int | None = None,
-    classes_per_task: int | None = None,
-    class_lists: Sequence[Sequence[str]] | None = None,
-    seed: int = 0,
-    validation: bool = False,
-    remove_domains: int = 0,
-    train_images: int | None = None,
-    test_images: int | None = None,
+    source: Source, options: StreamOptions | None = None, *, seed: int = 0, **fields: Any
 ) -> Stream:
-    """Split a source into tasks by exactly one of `tasks`, `classes_per_task` and `class_lists`.
+    """Cut a source into tasks.
 
     Args:
-        source: the dataset.
-        tasks: number of tasks of equal size; the first tasks get the remaining classes.
-        classes_per_task: classes of each task; the last task may have fewer.
-        class_lists: class names of each task, in this order for every seed.
-        seed: seed of the class order, the validation split and the removed domains.
-        validation: test on the last fifth of a random permutation of the training images, which
-            is then not trained on.
-        remove_domains: number of domains, drawn for each task, to remove from its training
-            images.
-        train_images: number of random images of each class to train on; by default all.
-        test_images: number of random images of each class to test on; by default all.
+        source: The dataset.
+        options: How to cut it.
+        seed: Seed of the class order and of every random choice.
+        **fields: Fields of `StreamOptions`, instead of `options`.
 
     Raises:
-        BadOption: an option is out of range, or not exactly one rule is given.
-        EmptyTask: a task has no class or no training image.
+        BadOption: A field is out of range, or fields contradict each other.
+        EmptyTask: A task has no class or no training image.
+
+    Example:
+        >>> stream = make_stream(source, tasks=10, seed=1)
     """
     if seed < 0:
         raise BadOption("the stream", "seed", f"{seed} is negative; use 0 or more")
-    if sum(rule is not None for rule in (tasks, classes_per_task, class_lists)) != 1:
-        problem = "give exactly one of tasks, classes_per_task and class_lists"
-        raise BadOption("the stream", "tasks", problem)
-    if class_lists is not None:
-        order, sizes = _order_from_lists(source, class_lists)
-    else:
-        order = class_order(len(source.class_names), seed)
-        sizes = _task_sizes(len(order), tasks, classes_per_task)
-    _check_domains(source, remove_domains)
-
-    row_of = np.full(len(source.class_names), -1, np.int64)
-    row_of[list(order)] = np.arange(len(order))
-    train_indices = np.arange(len(source.train))
-    test_split, test_indices = source.test, np.arange(len(source.test))
-    if validation:
-        permuted = _generator(seed, "validation").permutation(len(source.train))
-        count = len(permuted) - len(permuted) // 5
-        train_indices, test_indices = np.sort(permuted[:count]), np.sort(permuted[count:])
-        test_split = source.train
-    train = Samples(source.train, train_indices, row_of[source.train.labels[train_indices]])
-    train = _reduce(train, train_images, "train_images", seed)
-    test = Samples(test_split, test_indices, row_of[test_split.labels[test_indices]])
-    test = _reduce(test, test_images, "test_images", seed)
-
-    stream_tasks = []
-    first_row = 0
-    for index, size in enumerate(sizes):
-        rows = tuple(range(first_row, first_row + size))
-        removed = _draw_removed_domains(source, seed, index, remove_domains)
-        stream_tasks.append(_make_task(source, index, rows, train, test, removed))
-        first_row += size
+    options = StreamOptions.of(**fields) if options is None else options
+    cut = _Cut(source, options, seed)
+    task_of, owners = cut.tasks()
+    first = cut.first_tasks(task_of, owners)
+    listed = [number for group in cut.class_groups for number in group]
+    class_order = sorted(listed, key=lambda number: int(first[number]))  # stable within a task
+    row_of = np.full(len(source.class_names), UNUSED, np.int64)
+    row_of[class_order] = np.arange(len(class_order))
+    groups = cut.groups(owners, row_of)
+    tasks = _tasks(cut, task_of, owners, row_of, first, groups)
+    tested = [group for group in groups if len(group.samples) or not options.by_domain]
     return Stream(
         source.name,
-        tuple(source.class_names[number] for number in order),
-        order,
-        tuple(stream_tasks),
-        (
-            *source.notes,
-            *_notes(stream_tasks, seed, validation, remove_domains, train_images, test_images),
-        ),
-        validation,
+        tuple(source.class_names[number] for number in class_order),
+        tuple(class_order),
+        tasks,
+        (*source.notes, *cut.notes, *_notes(tasks, groups, options, seed)),
+        options.validation,
+        tuple(tested),
+        source.domain_names if cut.test.domains is not None else (),
+        options.budget,
     )
+
+
+class _Cut:
+    """A source cut into tasks, which are numbered before they are cut into chunks.
+
+    Labels are the class ids of the source here; the rows of a stream follow from its tasks.
+    """
+
+    def __init__(self, source: Source, options: StreamOptions, seed: int) -> None:
+        self.source, self.options, self.seed = source, options, seed
+        self.class_groups = class_groups(source, options, seed)
+        self.domain_groups = domain_groups(source, options, seed)
+        _check_removed_domains(source, options.remove_domains)
+        self.train, self.test = self._images()
+        train_cells, test_cells = self._cell_of(self.train), self._cell_of(self.test)
+        self.width = max(1, len(self.domain_groups))
+        cells = np.arange(len(self.class_groups) * self.width)
+        position = np.full(len(cells) + 1, UNUSED)  # the last one is that of cell -1
+        if len(self.class_groups) > 1 and self.width > 1:
+            cells = keyed(seed, "cells").permutation(cells)
+        self.notes = list[str]()
+        if options.by_domain:  # not every class exists in every domain
+            empty = ~np.isin(cells, train_cells)
+            cells = cells[~empty]
+            if empty.any():
+                self.notes.append(f"{empty.sum()} tasks without training images left out")
+        self.cells: list[int] = cells.tolist()
+        """Class group x domain groups + domain group of each task."""
+        position[cells] = np.arange(len(cells))
+        self.home, self.test_home = position[train_cells], position[test_cells]
+        """Task of each image by its class and domain."""
+        self.removed = [self._draw_removed_domains(task) for task in range(len(cells))]
+
+    def tasks(self) -> tuple[Integers, Integers]:
+        """Return the task of each training image, and the uncut task that each task is part of."""
+        for task, removed in enumerate(self.removed):
+            members = self.home == task
+            if not members.any():
+                raise EmptyTask(task)
+            if removed and self.train.domains is not None:
+                self.home[members & np.isin(self.train.domains, removed)] = UNUSED
+                if not (self.home == task).any():
+                    names = ", ".join(self.source.domain_names[domain] for domain in removed)
+                    raise EmptyTask(task, f"has no training image without the domains {names}")
+        task_of = assign(self.home, self.train.labels, self.options, self.seed)
+        for task in np.setdiff1d(np.arange(len(self.cells)), task_of):
+            raise EmptyTask(int(task), "has no training image left: all moved to other tasks")
+        if self.options.chunk is None:
+            return task_of, np.arange(len(self.cells))
+        return chunked(task_of, self.options.chunk, self.seed)
+
+    def first_tasks(self, task_of: Integers, owners: Integers) -> Integers:
+        """Return the task in which each class first appears.
+
+        A class without training images appears in the first task of its group.
+        """
+        first = np.full(len(self.source.class_names), len(owners))
+        used = task_of != UNUSED
+        np.minimum.at(first, self.train.labels[used], task_of[used])
+        for task, owner in reversed(list(enumerate(owners.tolist()))):
+            group = np.array(self.class_groups[self.cells[owner] // self.width])
+            first[group[~np.isin(group, self.train.labels[used])]] = task
+        return first
+
+    def groups(self, owners: Integers, row_of: Integers) -> list[TestGroup]:
+        """Return the test images of each uncut task."""
+        groups = []
+        rows = row_of[self.test.labels]
+        for number, cell in enumerate(self.cells):
+            chosen = self.test_home == number
+            samples = Samples(self.test.split, self.test.indices[chosen], rows[chosen])
+            classes = tuple(sorted(row_of[list(self.class_groups[cell // self.width])].tolist()))
+            name = f"task {number + 1}"
+            if self.domain_groups:
+                domains = self.domain_groups[cell % self.width]
+                name = " + ".join(self.source.domain_names[domain] for domain in domains)
+                if len(self.class_groups) > 1:
+                    name = f"classes {cell // self.width + 1}, {name}"
+            (own,) = np.nonzero(owners == number)
+            groups.append(TestGroup(name, classes, samples, int(own[0]), int(own[-1])))
+        return groups
+
+    def _images(self) -> tuple[Samples, Samples]:
+        """Select training and test images; their labels are class ids."""
+        source, options, seed = self.source, self.options, self.seed
+        train_indices = np.arange(len(source.train))
+        test_split, test_indices = source.test, np.arange(len(source.test))
+        if options.validation:
+            permuted = keyed(seed, "validation").permutation(len(source.train))
+            count = len(permuted) - len(permuted) // 5
+            train_indices, test_indices = np.sort(permuted[:count]), np.sort(permuted[count:])
+            test_split = source.train
+        train = Samples(source.train, train_indices, source.train.labels[train_indices])
+        test = Samples(test_split, test_indices, test_split.labels[test_indices])
+        return (
+            _reduce(train, options.train_images, "train_images", seed),
+            _reduce(test, options.test_images, "test_images", seed),
+        )
+
+    def _cell_of(self, samples: Samples) -> Integers:
+        """Return class group x domain groups + domain group of each image, or `UNUSED`."""
+        cells = _group_numbers(self.class_groups, len(self.source.class_names))[samples.labels]
+        if self.domain_groups and samples.domains is not None:
+            numbers = _group_numbers(self.domain_groups, len(self.source.domain_names))
+            domains = numbers[samples.domains]
+            unused = (cells == UNUSED) | (domains == UNUSED)
+            cells = np.where(unused, UNUSED, cells * len(self.domain_groups) + domains)
+        return cells
+
+    def _draw_removed_domains(self, task: int) -> tuple[int, ...]:
+        if not self.options.remove_domains:
+            return ()
+        drawn = keyed(self.seed, "domains", task).permutation(len(self.source.domain_names))
+        return tuple(sorted(drawn[: self.options.remove_domains].tolist()))
+
+
+def _tasks(
+    cut: _Cut,
+    task_of: Integers,
+    owners: Integers,
+    row_of: Integers,
+    first: Integers,
+    groups: list[TestGroup],
+) -> tuple[Task, ...]:
+    rows, tasks = row_of[cut.train.labels], []
+    for index, owner in enumerate(owners.tolist()):
+        chosen = task_of == index
+        train = Samples(cut.train.split, cut.train.indices[chosen], rows[chosen])
+        present = set(train.labels.tolist())
+        untrained = set(row_of[first == index].tolist()) - present
+        classes, missing = tuple(sorted(present | untrained)), tuple(sorted(untrained))
+        test, removed = groups[owner].samples, cut.removed[owner]
+        tasks.append(Task(index, classes, train, test, missing, removed))
+    return tuple(tasks)
+
+
+def _group_numbers(groups: Groups, count: int) -> Integers:
+    """Return the group of each of `count` ids; `UNUSED` for those in no group."""
+    numbers = np.full(count, UNUSED, np.int64)
+    for number, group in enumerate(groups):
+        numbers[list(group)] = number
+    return numbers
 
 
 def _reduce(samples: Samples, images: int | None, field: str, seed: int) -> Samples:
     """Return so many random samples of each class; None: all."""
     if images is None:
         return samples
-    if images < 1:
-        raise BadOption("the stream", field, f"{images} is less than 1")
-    order = _generator(seed, field).permutation(len(samples))
-    order = order[np.argsort(samples.labels[order], kind="stable")]
-    labels = samples.labels[order]
-    rank = np.arange(len(labels)) - np.searchsorted(labels, labels)  # within the class
-    chosen = np.zeros(len(samples), bool)
-    chosen[order[rank < images]] = True
-    return samples.subset(chosen)
+    return samples.subset(random_ranks(samples.labels, keyed(seed, field)) < images)
 
 
-def _order_from_lists(
-    source: Source, class_lists: Sequence[Sequence[str]]
-) -> tuple[tuple[int, ...], list[int]]:
-    if isinstance(class_lists, str) or any(isinstance(names, str) for names in class_lists):
-        problem = "needs a list of class names for each task, not a string"
-        raise BadOption("the stream", "class_lists", problem)
-    if not class_lists:
-        raise EmptyTask(0, "has no class because class_lists is empty")
-    number_of = {name: number for number, name in enumerate(source.class_names)}
-    task_of: dict[str, int] = {}
-    for task, names in enumerate(class_lists):
-        if not names:
-            raise EmptyTask(task, "has no class")
-        for name in names:
-            if name not in number_of:
-                raise UnknownName("class", name, number_of)
-            if name in task_of:
-                raise ClassInTwoTasks(name, task_of[name], task)
-            task_of[name] = task
-    return tuple(number_of[name] for name in task_of), [len(names) for names in class_lists]
-
-
-def _task_sizes(classes: int, tasks: int | None, classes_per_task: int | None) -> list[int]:
-    if tasks is not None:
-        if tasks < 1:
-            raise BadOption("the stream", "tasks", f"{tasks} is less than 1")
-        if tasks > classes:
-            raise EmptyTask(classes, f"has no class: {tasks} tasks of {classes} classes")
-        return [classes // tasks + (index < classes % tasks) for index in range(tasks)]
-    if classes_per_task is None or classes_per_task < 1:
-        raise BadOption("the stream", "classes_per_task", f"{classes_per_task} is less than 1")
-    if not classes:
-        raise EmptyTask(0, "has no class because the source has none")
-    return [min(classes_per_task, classes - first) for first in range(0, classes, classes_per_task)]
-
-
-def _check_domains(source: Source, remove: int) -> None:
+def _check_removed_domains(source: Source, remove: int) -> None:
     problem, count = "", len(source.domain_names)
-    if remove < 0:
-        problem = f"{remove} is negative"
-    elif remove and source.train.domains is None:
+    if remove and source.train.domains is None:
         problem = f"the images of '{source.name}' have no domain labels"
         problem += "; use 0 or a source with domains"
     elif remove and remove >= count:
@@ -269,61 +284,18 @@ def _check_domains(source: Source, remove: int) -> None:
         raise BadOption("the stream", "remove_domains", problem)
 
 
-def _draw_removed_domains(source: Source, seed: int, task: int, count: int) -> tuple[int, ...]:
-    if not count:
-        return ()
-    drawn = _generator(seed, "domains", task).permutation(len(source.domain_names))[:count]
-    return tuple(sorted(int(domain) for domain in drawn))
-
-
-def _make_task(
-    source: Source,
-    index: int,
-    rows: tuple[int, ...],
-    train: Samples,
-    test: Samples,
-    removed: tuple[int, ...],
-) -> Task:
-    # The rows of a task are consecutive.
-    task_train, task_test = (
-        samples.subset((samples.labels >= rows[0]) & (samples.labels <= rows[-1]))
-        for samples in (train, test)
-    )
-    if not len(task_train):
-        raise EmptyTask(index)
-    domains = task_train.domains
-    if removed and domains is not None:
-        task_train = task_train.subset(~np.isin(domains, removed))
-        if not len(task_train):
-            names = ", ".join(source.domain_names[domain] for domain in removed)
-            raise EmptyTask(index, f"has no training image without the domains {names}")
-    trained = set(task_train.labels.tolist())
-    untrained = tuple(row for row in rows if row not in trained)
-    return Task(index, rows, task_train, task_test, untrained, removed)
-
-
 def _notes(
-    tasks: Sequence[Task],
-    seed: int,
-    validation: bool,
-    remove_domains: int,
-    train_images: int | None,
-    test_images: int | None,
+    tasks: Sequence[Task], groups: Sequence[TestGroup], options: StreamOptions, seed: int
 ) -> Iterator[str]:
-    for images, use in ((train_images, "trained"), (test_images, "tested")):
+    for images, use in ((options.train_images, "trained"), (options.test_images, "tested")):
         if images is not None:
             yield f"{use} on at most {images} images of each class"
-    if validation:
+    if options.validation:
         yield f"tested on a held-out fifth of the training images (seed {seed})"
-    if remove_domains:
-        yield f"{remove_domains} domains removed from the training images of each task"
+    if options.remove_domains:
+        yield f"{options.remove_domains} domains removed from the training images of each task"
     if untrained := sum(len(task.untrained) for task in tasks):
         yield f"{untrained} classes have no training image but are tested"
-    for task in tasks:
-        if not len(task.test):
-            yield f"task {task.index + 1} has no test image"
-
-
-def _generator(seed: int, purpose: str, task: int = 0) -> np.random.Generator:
-    """Return an independent generator for each purpose and task."""
-    return np.random.default_rng((seed, task, int.from_bytes(purpose.encode(), "big")))
+    for group in groups:
+        if not len(group.samples):
+            yield f"{group.name} has no test image"

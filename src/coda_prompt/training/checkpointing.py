@@ -76,6 +76,8 @@ class Checkpoint(FileSchema):
     """Mean loss of each finished epoch of the task."""
     sum_of_losses: float
     """Over the images of the epoch's finished steps."""
+    spent: float = Field(default=0.0, ge=0)
+    """What the task has cost so far, in the unit of its budget; 0 without one."""
     learned: list[FileRecord]
     training: FileRecord | None
     """None between two tasks."""
@@ -93,6 +95,12 @@ class TrainingPosition:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     sum_of_losses: float = 0.0
+    spent: float = 0.0
+
+    def after_epoch(self, images: int) -> TrainingPosition:
+        """Return the position after the current epoch, of which so many images were trained."""
+        losses = [*self.losses, self.sum_of_losses / images]
+        return TrainingPosition(self.task, self.stage, self.epoch + 1, 0, losses, spent=self.spent)
 
 
 class Checkpointer:

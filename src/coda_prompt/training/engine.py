@@ -23,9 +23,10 @@ from coda_prompt.methods import Loss, Method, TaskBrief
 from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.loading import Batch, Epoch, batches
-from coda_prompt.training.passes import Passes
+from coda_prompt.training.passes import Passes, share
 from coda_prompt.training.schedule import learning_rate
 from coda_prompt.training.settings import Event, Result
 from coda_prompt.training.snapshot import restored_on_error
@@ -43,7 +44,50 @@ class _TaskRun:
     tasks: int
     """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
+    meter: Meter
     observe: Callable[[Tensor], None] | None = None
+    """Called with the class tokens of all training images; see `Engine.learn`."""
+
+    def out_of_budget(self, position: TrainingPosition) -> bool:
+        """Whether the budget is spent; the first step of a task is always taken."""
+        started = position.stage or position.epoch or position.step
+        return bool(started) and position.spent >= self.meter.limit
+
+
+@dataclass(frozen=True)
+class _StageRun:
+    """The stage being trained."""
+
+    stage: Stage
+    epochs: int
+    optimizer: Optimizer
+    rates: list[float]
+    """Initial learning rate of each parameter group."""
+    module: _FabricModule
+    wrapped: _FabricOptimizer
+
+    def set_rates(self, schedule: str, epoch: int, progress: float, spent: float) -> float:
+        """Set the learning rates of a step and return the first.
+
+        Args:
+            schedule: Of the training settings, unless the stage has its own.
+            epoch: Finished epochs.
+            progress: Finished share of the epoch.
+            spent: Share of the budget that is spent. The schedule follows it where it is ahead of
+                the epochs, so that the learning rate falls before the budget ends.
+        """
+        stage = self.stage
+        at = max(epoch + (progress if stage.per_iteration else 0), spent * (self.epochs - 1))
+        for group, start in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = learning_rate(
+                stage.schedule or schedule,
+                start,
+                at,
+                self.epochs,
+                stage.final_factor,
+                stage.drop_at,
+            )
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
 @dataclass(frozen=True)
@@ -79,22 +123,23 @@ class Engine(Passes):
         result: Result | None = None,
         measure_every: int = 1,
     ) -> Result:
-        """Learn the tasks of a stream in order and evaluate all tasks learned so far.
+        """Learn the tasks of a stream in order and evaluate all classes learned so far.
 
         Args:
             checkpointer: Saves the run; a run that it has saved before is resumed.
             result: The result of the resumed run so far, which is extended.
-            measure_every: Evaluate after every so many tasks, and after the last.
+            measure_every: Evaluate after every so many tasks and after the last; tasks in chunks
+                also after their last chunk.
         """
-        _check_classes(stream)
         if method.classes_seen:
             raise errors.BadOption(
                 "run", "method", f"{method.name} has learned before; make a new one"
             )
-        result = result or Result.empty([len(task.test) for task in stream.tasks])
+        result = result or Result.empty(stream.test_images, len(stream.tasks))
         joint = method.trains_on == "all"
-        tasks = [_join_tasks(stream.tasks)] if joint else stream.tasks
+        tasks = [_join_tasks(stream)] if joint else stream.tasks
         done, last = 0, len(stream.tasks) - 1
+        measured = {last, *range(measure_every - 1, last, measure_every), *stream.ends_of_chunks}
         if checkpointer is not None and checkpointer.latest is not None:
             done = checkpointer.latest.task
             if done > len(tasks):
@@ -104,25 +149,48 @@ class Engine(Passes):
             self._place(method)
             checkpointer.restore_learned(method)
         for task in tasks[done:]:
-            past = tasks[: task.index]
+            meter = self._meter(stream, len(stream.tasks) if joint else 1)
             losses = self.learn(
-                method, task, past=past, tasks=len(tasks), checkpointer=checkpointer
+                method,
+                task,
+                past=tasks[: task.index],
+                tasks=len(tasks),
+                checkpointer=checkpointer,
+                meter=meter,
             )
             result.losses.append(losses)
+            if meter.active:
+                result.spent.append(meter.spent)
             after = last if joint else task.index
-            if not (after + 1) % measure_every or after == last:
+            if after in measured:
                 self._measure(method, stream, after, result)
             if checkpointer is not None:
                 checkpointer.save_after_task(method, task.index)
         return result
 
     def _measure(self, method: Method, stream: Stream, after: int, result: Result) -> None:
-        """Evaluate all tasks up to `after` and write a row of the result."""
-        for task in stream.tasks[: after + 1]:
-            accuracies = self.evaluate(method, task.test, task.classes)
-            result.matrix[after, task.index], result.own_classes[after, task.index] = accuracies
-        row = tuple(float(value) for value in result.matrix[after, : after + 1])
-        self.on_event(Event("evaluation", after, len(stream.tasks), accuracies=row))
+        """Evaluate all classes seen so far and write a row of the result."""
+        seen, parts, row = method.classes_seen, [], []
+        for number, group in enumerate(stream.groups):
+            known = [label for label in group.classes if label < seen]
+            if not known:
+                continue
+            of_seen = group.samples.labels < seen
+            correct, own = self.correct(method, group.samples, known)
+            result.matrix[after, number] = share(correct[of_seen])
+            result.own_classes[after, number] = share(own[of_seen])
+            row.append(float(result.matrix[after, number]))
+            parts.append((group.samples.subset(of_seen), correct[of_seen]))
+        all_correct = np.concatenate([correct for _, correct in parts])
+        result.anytime[after] = share(all_correct)
+        if stream.domain_names:
+            domains = np.concatenate([np.asarray(samples.domains) for samples, _ in parts])
+            result.domains = {
+                name: share(all_correct[domains == domain])
+                for domain, name in enumerate(stream.domain_names)
+                if (domains == domain).any()
+            }
+        self.on_event(Event("evaluation", after, len(stream.tasks), accuracies=tuple(row)))
 
     # -- a task
 
@@ -135,6 +203,7 @@ class Engine(Passes):
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
         observe: Callable[[Tensor], None] | None = None,
+        meter: Meter | None = None,
     ) -> list[float]:
         """Learn one task.
 
@@ -147,6 +216,8 @@ class Engine(Passes):
             checkpointer: Saves the training; a training that it has saved before is resumed.
             observe: Called with the class tokens of all training images before the final norm of
                 the plain ViT.
+            meter: Ends the training when its budget is spent. The first step and what is fitted
+                in closed form are never left out.
 
         Returns:
             The mean loss of each epoch of all stages.
@@ -162,12 +233,10 @@ class Engine(Passes):
             raise errors.InvalidLabels(
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
-        run = _TaskRun(
-            method, task.train, labels, past, index, tasks or index + 1, checkpointer, observe
-        )
-        losses: list[float] = []
+        meter, tasks = meter or Meter(), tasks or index + 1
+        run = _TaskRun(method, task.train, labels, past, index, tasks, checkpointer, meter, observe)
         try:
-            with restored_on_error(method):
+            with restored_on_error(method), meter:
                 resumed = None if checkpointer is None else checkpointer.position
                 if resumed is None:
                     self.on_event(Event("task", index, run.tasks))
@@ -175,31 +244,7 @@ class Engine(Passes):
                     raise errors.Interrupted
                 means = partial(self._class_means, method, task.train, classes)
                 method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
-                if method.prepares_on is not None:
-                    with torch.no_grad():
-                        method.prepare(self._all_batches(run, method.prepares_on))
-                stages, epochs_before = method.stages(), 0
-                first = 0 if resumed is None else resumed.stage
-                if resumed is not None and first >= len(stages):
-                    problem = f"it counts {first} stages of {len(stages)}"
-                    raise errors.CorruptFile("the checkpoint", problem)
-                fitted = not method.fits
-                for number, stage in enumerate(stages):
-                    if stage.data == "generated" and not fitted:
-                        # Checkpoints within a later stage contain what was fitted.
-                        if number > first or number == first == 0:
-                            self._fit(run)
-                        fitted = True
-                    if number >= first:
-                        position = TrainingPosition(index, number, losses=losses)
-                        losses = self._train_stage(run, stage, position, epochs_before)
-                        method.end_stage(stage)
-                    epochs_before += stage.epochs or self.training.epochs
-                if method.concludes_on is not None:
-                    with torch.no_grad():
-                        method.conclude(self._all_batches(run, method.concludes_on))
-                if not fitted:
-                    self._fit(run)
+                losses = self._train(run, resumed)
                 if observe is not None and not (method.closed_form and method.plain_queries):
                     plain = partial(method.backbone.features, norm=False)
                     observe(self._table(task.train, lambda images, _: plain(images)))
@@ -207,6 +252,51 @@ class Engine(Passes):
         finally:
             self.queries.tables.pop(task.train, None)
         return losses
+
+    def _train(self, run: _TaskRun, resumed: TrainingPosition | None) -> list[float]:
+        """Run the passes and the remaining stages of a task; return the losses of all epochs."""
+        method, first = run.method, 0 if resumed is None else resumed.stage
+        if method.prepares_on is not None:
+            with torch.no_grad():
+                method.prepare(self._all_batches(run, method.prepares_on))
+        stages, epochs_before, losses = method.stages(), 0, list[float]()
+        if resumed is not None and first >= len(stages):
+            problem = f"it counts {first} stages of {len(stages)}"
+            raise errors.CorruptFile("the checkpoint", problem)
+        fitted = not method.fits
+        for number, stage in enumerate(stages):
+            if stage.data == "generated" and not fitted:
+                # Checkpoints within a later stage contain what was fitted.
+                if number > first or number == first == 0:
+                    self._fit(run)
+                fitted = True
+            if number >= first:
+                position = TrainingPosition(run.index, number, losses=losses)
+                losses = self._train_stage(run, stage, position, epochs_before)
+                method.end_stage(stage)
+            epochs_before += stage.epochs or self.training.epochs
+        if method.concludes_on is not None:
+            with torch.no_grad():
+                method.conclude(self._all_batches(run, method.concludes_on))
+        if not fitted:
+            self._fit(run)
+        return losses
+
+    def _meter(self, stream: Stream, tasks: int) -> Meter:
+        """Return a meter with the budget of so many tasks of a stream."""
+        budget = stream.budget
+        if budget is None:
+            return Meter()
+        if self.training.views is not None and budget.multiply_adds is not None:
+            problem = "views that recur make the cost of a step depend on earlier steps"
+            raise errors.BadOption("the stream", "budget", f"{problem}; leave out training.views")
+        limits = {name: limit and limit * tasks for name, limit in budget.model_dump().items()}
+
+        def reduce(value: float, operation: str) -> float:
+            tensor = torch.tensor(value, dtype=torch.float64, device=self.fabric.device)
+            return float(self._reduced(tensor, operation))
+
+        return Meter(budget.model_copy(update=limits), reduce)
 
     def _fit(self, run: _TaskRun) -> None:
         method = run.method
@@ -255,43 +345,77 @@ class Engine(Passes):
         for network in method.modules():
             if isinstance(network, ViT):
                 network.recompute = self.training.recompute
+        restored = None
         if run.checkpointer is not None:
-            position = run.checkpointer.restore_training(method, optimizer) or position
+            restored = run.checkpointer.restore_training(method, optimizer)
+        position = restored or position
         if position.epoch > epochs:
             raise errors.CorruptFile(
                 "the checkpoint", f"it counts {position.epoch} epochs of {epochs}"
             )
         features = stage.data == "features"
         table = self._table(run.train, method.features, method) if features else None
-        for epoch in range(position.epoch, epochs):
-            data = self._epoch_data(run, stage, epochs_before + epoch, position.step, table)
-            steps = len(data.sizes)
-            for step in range(position.step, steps):
-                at = epoch + step / steps if stage.per_iteration else epoch
-                schedule = stage.schedule or self.training.schedule
-                for group, start in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = learning_rate(
-                        schedule, start, at, epochs, stage.final_factor, stage.drop_at
-                    )
-                loss = self._step(run, stage, module, wrapped, data, position)
-                position.sum_of_losses += loss * data.sizes[step]
-                position.step = step + 1
-                rate = optimizer.param_groups[0]["lr"]
-                progress = (run.index, run.tasks, epoch, epochs)
-                self.on_event(Event("step", *progress, step, steps, loss, rate))
-                if position.step == steps:
-                    losses = [*position.losses, position.sum_of_losses / sum(data.sizes)]
-                    position = TrainingPosition(run.index, position.stage, epoch + 1, 0, losses)
-                    self.on_event(Event("epoch", *progress, steps, steps, losses[-1], rate))
-                stopping = self.should_stop()
-                if run.checkpointer is not None:
-                    run.checkpointer.save_after_step(method, optimizer, position, now=stopping)
-                if stopping:
-                    raise errors.Interrupted
+        if run.meter.active:
+            self._start_meter(run, stage, position, resumed=restored is not None)
+        training = _StageRun(stage, epochs, optimizer, rates, module, wrapped)
+        while position.epoch < epochs and (position.step or not run.out_of_budget(position)):
+            epoch = epochs_before + position.epoch
+            data = self._epoch_data(run, stage, epoch, position.step, table)
+            position = self._train_epoch(run, training, data, position)
         for parameter in paused:
             parameter.requires_grad_(True)
         method.eval()
         return position.losses
+
+    def _start_meter(
+        self, run: _TaskRun, stage: Stage, position: TrainingPosition, *, resumed: bool
+    ) -> None:
+        """Count from what was spent before the stage, or before it was interrupted.
+
+        Queries that are computed once are computed now: a resumed stage computes them again.
+        """
+        plain = stage.data == "plain" or self.views.augmentation is None
+        cached = plain or self.training.queries == "cached"
+        if cached and stage.data in ("plain", "augmented") and run.method.needs_queries:
+            self.queries.fill(run.method, run.train)
+        if resumed:
+            run.meter.restore(position.spent)
+        position.spent = run.meter.spent
+
+    def _train_epoch(
+        self, run: _TaskRun, training: _StageRun, data: _EpochData, position: TrainingPosition
+    ) -> TrainingPosition:
+        """Train the remaining steps of an epoch, or until the budget is spent.
+
+        Returns:
+            The position after the epoch.
+        """
+        epoch, steps = position.epoch, len(data.sizes)
+        progress = (run.index, run.tasks, epoch, training.epochs)
+        for step in range(position.step, steps):
+            if run.out_of_budget(position):
+                break
+            rate = training.set_rates(
+                self.training.schedule, epoch, step / steps, position.spent / run.meter.limit
+            )
+            loss = self._step(run, training, data, position)
+            position.sum_of_losses += loss * data.sizes[step]
+            position.step = step + 1
+            position.spent = run.meter.spent
+            self.on_event(Event("step", *progress, step, steps, loss, rate))
+            if position.step == steps:
+                position = position.after_epoch(sum(data.sizes))
+                self.on_event(Event("epoch", *progress, steps, steps, position.losses[-1], rate))
+            stopping = self.should_stop()
+            if run.checkpointer is not None:
+                run.checkpointer.save_after_step(
+                    run.method, training.optimizer, position, now=stopping
+                )
+            if stopping:
+                raise errors.Interrupted
+        if position.epoch == epoch:  # the budget was spent before the end of the epoch
+            position = position.after_epoch(sum(data.sizes[: position.step]))
+        return position
 
     def _optimizer(
         self, method: Method, stage: Stage, groups: Sequence[ParameterGroup]
@@ -370,9 +494,7 @@ class Engine(Passes):
     def _step(
         self,
         run: _TaskRun,
-        stage: Stage,
-        module: _FabricModule,
-        optimizer: _FabricOptimizer,
+        training: _StageRun,
         data: _EpochData,
         position: TrainingPosition,
     ) -> float:
@@ -386,6 +508,7 @@ class Engine(Passes):
             NonFiniteLoss: The loss or a gradient is not finite; the optimizer has not stepped.
         """
         method, processes = run.method, self.fabric.world_size
+        stage, module, optimizer = training.stage, training.module, training.wrapped
         whole, last = data.sizes[position.step], data.parts[position.step] - 1
         value = torch.zeros((), device=self.fabric.device, dtype=self.dtype)
         optimizer.zero_grad()
@@ -420,21 +543,13 @@ class Engine(Passes):
         return step_loss
 
 
-def _check_classes(stream: Stream) -> None:
-    task_of: dict[int, int] = {}
-    for task in stream.tasks:
-        for row in task.classes:
-            if row in task_of:
-                raise errors.ClassInTwoTasks(stream.class_names[row], task_of[row], task.index)
-            task_of[row] = task.index
-
-
-def _join_tasks(tasks: Sequence[Task]) -> Task:
+def _join_tasks(stream: Stream) -> Task:
     """Join all tasks into one."""
+    tasks = stream.tasks
     return Task(
         index=0,
-        classes=tuple(row for task in tasks for row in task.classes),
+        classes=tuple(sorted({row for task in tasks for row in task.classes})),
         train=Samples.concat([task.train for task in tasks]),
-        test=Samples.concat([task.test for task in tasks]),
+        test=Samples.concat([group.samples for group in stream.groups]),
         untrained=tuple(row for task in tasks for row in task.untrained),
     )

@@ -12,6 +12,7 @@ from typing import get_args
 import numpy as np
 import torch
 from lightning_fabric import Fabric
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coda_prompt.data.stream import Samples
@@ -24,6 +25,12 @@ from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
 
 PRECISIONS = get_args(Precision)
+Booleans = NDArray[np.bool_]
+
+
+def share(flags: Booleans) -> float:
+    """Return the share of true values; NaN without values."""
+    return int(flags.sum()) / len(flags) if len(flags) else math.nan
 
 
 class Passes:
@@ -72,24 +79,33 @@ class Passes:
         Returns:
             Both accuracies; NaN without images.
         """
+        correct = self.correct(method, samples, classes)
+        over_all, restricted = (share(each) for each in correct)
+        return over_all, restricted
+
+    def correct(
+        self, method: Method, samples: Samples, classes: Iterable[int]
+    ) -> tuple[Booleans, Booleans]:
+        """Return which images are classified correctly over all classes seen, and among `classes`.
+
+        Every image is classified on its own; neither its task nor its batch is known.
+        """
         rows = sorted(classes)
         unknown = [row for row in rows if row >= method.classes_seen]
         if unknown:
             raise NotLearned(unknown, [], method.name)
         self._place(method)
         method.eval()
-        correct = torch.zeros(2, dtype=torch.int64, device=self.fabric.device)
+        correct = torch.zeros(2, len(samples), dtype=torch.int64, device=self.fabric.device)
         task_rows = torch.tensor(rows, device=self.fabric.device)
         for batch in self._pass_over(samples):
             with torch.inference_mode(), self.fabric.autocast():
                 logits = method.logits(*self.queries.see(method, batch, samples))
-                correct[0] += (logits.argmax(dim=1) == batch.labels).sum()
                 restricted = task_rows[logits[:, task_rows].argmax(dim=1)]
-                correct[1] += (restricted == batch.labels).sum()
-        correct_overall, correct_restricted = self._reduced(correct, "sum").tolist()
-        if not len(samples):
-            return math.nan, math.nan
-        return correct_overall / len(samples), correct_restricted / len(samples)
+                correct[0, batch.positions] = (logits.argmax(dim=1) == batch.labels).long()
+                correct[1, batch.positions] = (restricted == batch.labels).long()
+        over_all, own = self._reduced(correct, "sum").bool().cpu().numpy()
+        return over_all, own
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
         """Compute the logits of all samples in order, N x classes seen."""

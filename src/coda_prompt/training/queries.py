@@ -46,10 +46,7 @@ class Queries:
         view = batch.view
         if view == PLAIN_VIEW or (self.mode == "cached" and view != TEST_VIEW):
             view = TEST_VIEW
-            table = self._table(method, samples, view)
-            if not table.filled.all():
-                # In one pass and in order: rounding must depend neither on shuffling nor resuming.
-                table.write(torch.arange(len(samples)), self.compute(method, samples))
+            self.fill(method, samples)
         if view is not None:
             table = self._table(method, samples, view)
             if not self.in_any(not table.filled[batch.positions.cpu()].all()):
@@ -62,6 +59,13 @@ class Queries:
             table.write(batch.positions, queries)
             queries = table.rows(batch.positions, method)
         return images, queries
+
+    def fill(self, method: Method, samples: Samples) -> None:
+        """Cache the queries of all un-augmented images."""
+        table = self._table(method, samples, TEST_VIEW)
+        if not table.filled.all():
+            # In one pass and in order: rounding must depend neither on shuffling nor resuming.
+            table.write(torch.arange(len(samples)), self.compute(method, samples))
 
     def _table(self, method: Method, samples: Samples, view: int) -> QueryTable:
         tables, key = self.tables.setdefault(samples, {}), (method.backbone, view)

@@ -79,15 +79,25 @@ class Result:
     """Results of a run over a stream; all metrics are computed from the matrices."""
 
     matrix: Matrix
-    """R[t, j]: accuracy on task j after task t over all classes seen then; NaN if not measured."""
+    """R[t, j]: accuracy on test group j after task t, over all classes seen then and on images of
+    these; NaN if not measured. By default the test groups are those of the tasks."""
     own_classes: Matrix
-    """As `matrix`, with predictions restricted to the classes of task j."""
+    """As `matrix`, with predictions restricted to the classes of group j."""
     test_images: list[int]
-    """Number of test images of each task."""
+    """Number of test images of each group."""
+    anytime: Matrix
+    """Accuracy on all test images of the classes seen so far, after each task; NaN if not
+    measured."""
     losses: list[list[float]] = field(default_factory=list)
     """Mean loss of each epoch, per task."""
+    domains: dict[str, float] = field(default_factory=dict)
+    """The same after the last measured task, by domain."""
+    spent: list[float] = field(default_factory=list)
+    """What each task cost, in the unit of the budget; empty without one."""
 
     @classmethod
-    def empty(cls, test_images: list[int]) -> Result:
-        shape = (len(test_images), len(test_images))
-        return cls(np.full(shape, np.nan), np.full(shape, np.nan), test_images)
+    def empty(cls, test_images: list[int], tasks: int | None = None) -> Result:
+        """Make a result without measurements; `tasks` is the number of groups by default."""
+        rows = len(test_images) if tasks is None else tasks
+        matrix, own_classes = np.full((2, rows, len(test_images)), np.nan)
+        return cls(matrix, own_classes, test_images, np.full(rows, np.nan))
