@@ -20,6 +20,7 @@ from coda_prompt.errors import (
     UnknownName,
 )
 from coda_prompt.methods import TrainingBatch
+from coda_prompt.methods.shrinkage import shrink_covariance
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
 from coda_prompt.training.settings import Training
@@ -375,7 +376,7 @@ def test_slda_shrinks_less_with_more_images() -> None:
         method.begin_task(brief(method, new=2))
         features = torch.randn(images, 32, generator=generator) @ mixing
         method.fit(features, None, torch.arange(images) % 2)
-        eigenvalues = torch.linalg.eigvalsh(method._shrunk_covariance())
+        eigenvalues = torch.linalg.eigvalsh(shrink_covariance(*method.moments.covariance()))
         smallest.append(float(eigenvalues[0] / eigenvalues.mean()))
     assert smallest == sorted(smallest, reverse=True)
 

@@ -110,6 +110,7 @@ class FinishedRun:
             parameters["backbone"] + parameters["head"]
         )
         images, anytime = self.anytime_curve()
+        classes = len(self.result.get("class_names", ()))  # older runs do not name them
         base, new = (
             _weighted(
                 matrix[-1],
@@ -129,7 +130,7 @@ class FinishedRun:
             "F_paper": metrics.forgetting_paper(matrix, learned),
             "F_max": metrics.forgetting_max(matrix, learned),
             "BWT": metrics.backward_transfer(matrix, learned),
-            "FWT": metrics.forward_transfer(matrix, len(self.result["class_names"]), learned),
+            "FWT": metrics.forward_transfer(matrix, classes, learned) if classes else math.nan,
             "A_AUC": metrics.area_under_curve(anytime, images),
             "base": base,
             "new": new,
