@@ -219,6 +219,7 @@ class FakeCapture:
 def test_frames_of_a_camera(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("cv2")
     module.VideoCapture = FakeCapture  # type: ignore[attr-defined]
+    monkeypatch.setattr(FakeCapture, "released", 0)  # another test of this process may use it
     monkeypatch.setitem(sys.modules, "cv2", module)
     frames = camera_frames(0, lambda: False, interval=0)
     assert [next(frames).shape, next(frames).shape] == [(5, 7, 3), (5, 7, 3)]
