@@ -47,6 +47,49 @@ def test_improvement_counts_as_negative_forgetting() -> None:
     assert metrics.forgetting_paper(better) == pytest.approx(-0.2)
 
 
+DOMAINS = [[0.9, 0.5, 0.3], [0.8, 0.7, 0.4], [0.85, 0.6, 0.9]]
+"""Three domains of the same ten classes: all are measured from the first task on."""
+
+
+def test_backward_transfer_is_the_change_since_a_task_was_learned() -> None:
+    assert metrics.backward_transfer(R) == pytest.approx(((0.7 - 0.9) + (0.5 - 0.8)) / 2)
+    assert metrics.backward_transfer([[0.5]]) == 0
+
+
+def test_forward_transfer_is_the_accuracy_before_learning_above_chance() -> None:
+    assert metrics.forward_transfer(DOMAINS, 10) == pytest.approx((0.5 + 0.4) / 2 - 0.1)
+    assert math.isnan(metrics.forward_transfer(R, 10)), "no class is known before"
+    mixed = [[0.9, NAN, 0.3], [0.8, 0.7, 0.4], [0.8, 0.6, 0.9]]
+    assert metrics.forward_transfer(mixed, 10) == pytest.approx(0.4 - 0.1)
+
+
+def test_groups_may_be_learned_in_another_order_than_their_columns() -> None:
+    columns = np.array(DOMAINS)[:, [2, 0, 1]]
+    learned = [2, 0, 1]
+    assert metrics.average_accuracy(columns, learned) == pytest.approx(2.35 / 3)
+    for measure in (
+        metrics.learning_accuracy,
+        metrics.forgetting_paper,
+        metrics.forgetting_max,
+        metrics.backward_transfer,
+        metrics.average_incremental_accuracy,
+    ):
+        assert measure(columns, learned) == pytest.approx(measure(DOMAINS))
+    with pytest.raises(ValueError, match="2 groups do not fit"):
+        metrics.average_accuracy(columns, [0, 1])
+
+
+def test_harmonic_mean_of_base_and_new_accuracy() -> None:
+    assert metrics.harmonic_mean(0.6, 0.3) == pytest.approx(0.4)
+    assert metrics.harmonic_mean(0.0, 0.0) == 0
+
+
+def test_area_under_the_curve_weighs_measured_accuracies_by_their_images() -> None:
+    curve = [0.8, NAN, 0.5]
+    assert metrics.area_under_curve(curve, [10, 20, 40]) == pytest.approx((8 + 15) / 40)
+    assert math.isnan(metrics.area_under_curve([NAN], [10]))
+
+
 def test_a_task_without_test_images_has_no_weight() -> None:
     assert metrics.weighted_accuracy([[0.5, NAN], [0.5, NAN]], [10, 0]) == 0.5
 

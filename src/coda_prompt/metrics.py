@@ -90,13 +90,14 @@ def backward_transfer(matrix: ArrayLike, learned: Learned = None) -> float:
 def forward_transfer(matrix: ArrayLike, classes: int, learned: Learned = None) -> float:
     """FWT = mean_{j > 1} (R[learned_j - 1, j] - 1 / classes) (Lopez-Paz and Ranzato 2017).
 
-    The accuracy on a group before it is learned, above chance. NaN if no class of a group is known
-    before, as in class-incremental streams.
+    The accuracy on a group before it is learned, above chance. Groups of which no class is known
+    before are left out; NaN if these are all, as in class-incremental streams.
     """
     values, when = _checked(matrix, learned)
     later = np.flatnonzero(when > 0)
-    gains = values[when[later] - 1, later] - 1 / classes
-    return float(np.mean(gains)) if len(later) else math.nan
+    before = values[when[later] - 1, later]
+    before = before[~np.isnan(before)]
+    return float(np.mean(before - 1 / classes)) if len(before) else math.nan
 
 
 def harmonic_mean(first: float, second: float) -> float:
