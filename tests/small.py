@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from coda_prompt import methods
 from coda_prompt.bench.runs import RESULT
 from coda_prompt.data.sources import ArraySplit, Integers, Source
+from coda_prompt.errors import Interrupted
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.loading import Views
 
+Outcome = TypeVar("Outcome")
 PAPER_METHODS = (
     "upper-bound",
     "er-5000",
@@ -39,6 +42,28 @@ PAPER_METHODS = (
 TINY = ViTConfig(image_size=16, patch_size=4, channels=1, width=32, depth=6, heads=4, mlp_width=64)
 PLAIN_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)), augmentation=None, resize="squash")
 AUGMENTED_VIEWS = Views(Preprocessing(16, 1, (0.5,), (0.5,)))
+
+
+def interrupted_repeatedly(
+    run: Callable[[Callable[[], bool]], Outcome], first: int, attempts: int
+) -> tuple[Outcome, int]:
+    """Run something again and again, stopped at one of three polls in turn, until it finishes.
+
+    Args:
+        run: Takes the function that asks whether to stop.
+        first: The first of the three polls.
+        attempts: Most runs.
+
+    Returns:
+        What the last run returned, and how many were interrupted before it.
+    """
+    for attempt in range(attempts):
+        polls = itertools.count(1)
+        try:
+            return run(lambda at=first + attempt % 3, polls=polls: next(polls) == at), attempt
+        except Interrupted:
+            continue
+    raise AssertionError(f"not finished after {attempts} runs")
 
 
 def tiny_vit(seed: int = 0, config: ViTConfig = TINY) -> ViT:

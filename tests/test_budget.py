@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import AUGMENTED_VIEWS, patterns, quick_options, tiny_vit
+from small import AUGMENTED_VIEWS, interrupted_repeatedly, patterns, quick_options, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.data.stream_options import Budget
-from coda_prompt.errors import BadOption, Interrupted
+from coda_prompt.errors import BadOption
 from coda_prompt.methods import Method
 from coda_prompt.training.budget import Meter, MultiplyAddCounter
 from coda_prompt.training.checkpointing import Checkpointer
@@ -85,20 +85,10 @@ def test_an_interrupted_stream_ends_with_the_same_bits(
     kind: str, name: str, queries: str, tmp_path: Path
 ) -> None:
     expected, whole = run(kind, name, queries=queries)
-    for attempt in range(40):
-        calls = 0
-
-        def request_stop() -> bool:
-            nonlocal calls
-            calls += 1
-            return calls == 5 + attempt % 3  # noqa: B023
-
-        try:
-            found, result = run(kind, name, tmp_path, request_stop, queries=queries)
-            break
-        except Interrupted:
-            continue
-    assert attempt > 0
+    (found, result), interruptions = interrupted_repeatedly(
+        lambda stop: run(kind, name, tmp_path, stop, queries=queries), first=5, attempts=40
+    )
+    assert interruptions > 0
     states = expected.learned_state(), found.learned_state()
     assert [key for key in states[0] if not torch.equal(states[0][key], states[1][key])] == []
     assert np.array_equal(whole.matrix, result.matrix, equal_nan=True)

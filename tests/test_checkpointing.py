@@ -27,6 +27,7 @@ from small import (
     brief,
     coda,
     comparable,
+    interrupted_repeatedly,
     micro,
     patterns,
     quick_options,
@@ -110,22 +111,12 @@ def test_a_training_interrupted_repeatedly_ends_bit_identical(
     if queries == "cached" and not methods.find(name).type.needs_queries:
         pytest.skip("needs no queries")
     expected = whole_run(name, queries=queries)
-    for attempt in range(30):
-        calls = 0
-
-        def request_stop() -> bool:
-            nonlocal calls
-            calls += 1
-            return calls == 2 + attempt % 3  # noqa: B023
-
-        try:
-            found = kept_run(tmp_path, name, request_stop, queries=queries)
-            break
-        except Interrupted:
-            continue
+    found, interruptions = interrupted_repeatedly(
+        lambda stop: kept_run(tmp_path, name, stop, queries=queries), first=2, attempts=30
+    )
     assert_same(found, expected)
     trains = not methods.find(name).type.closed_form
-    assert attempt > 0 or not trains, "it was stopped"
+    assert interruptions > 0 or not trains, "it was stopped"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -129,41 +130,38 @@ def measure(
     return table, rejected, false_positive_rate(known["combined"], first["combined"])
 
 
+@dataclass(frozen=True)
+class Features:
+    """Features of all images of an experiment."""
+
+    train: Labelled
+    test: Labelled
+    held: Labelled
+    """Of the same distribution as `train`."""
+    extra: dict[str, Tensor]
+    """Images of classes that are in none of the others, by name of the set."""
+    norm: Callable[[Tensor], Tensor]
+    """The final norm of the backbone."""
+
+
 def trial(
-    train: Labelled,
-    test: Labelled,
-    held: Labelled,
-    extra: dict[str, Tensor],
-    norm: Callable[[Tensor], Tensor],
-    pool: NDArray[np.int64],
-    seed: int,
+    images: Features, pool: NDArray[np.int64], seed: int
 ) -> tuple[dict[str, dict[str, float]], float, float]:
     """Draw taught and untaught classes from a pool, half of it each."""
     drawn = np.random.RandomState(seed).permutation(pool)
     taught, untaught = drawn[: len(pool) // 2], drawn[len(pool) // 2 :]
-    inside = [np.isin(labels, taught) for _, labels in (train, test, held)]
-    others = {"untaught": test[0][np.isin(test[1], untaught)], **extra}
-    return measure(
-        (train[0][inside[0]], train[1][inside[0]]),
-        test[0][inside[1]],
-        held[0][inside[2]],
-        others,
-        norm,
+    train, test, held = (
+        (features[np.isin(labels, taught)], labels[np.isin(labels, taught)])
+        for features, labels in (images.train, images.test, images.held)
     )
+    others = {"untaught": images.test[0][np.isin(images.test[1], untaught)], **images.extra}
+    return measure(train, test[0], held[0], others, images.norm)
 
 
 @torch.no_grad()
-def report(
-    train: Labelled,
-    test: Labelled,
-    held: Labelled,
-    extra: dict[str, Tensor],
-    norm: Callable[[Tensor], Tensor],
-    pool: NDArray[np.int64],
-    seeds: list[int],
-) -> None:
+def report(images: Features, pool: NDArray[np.int64], seeds: list[int]) -> None:
     """Print the table of all scores, over seeds."""
-    results = [trial(train, test, held, extra, norm, pool, seed) for seed in seeds]
+    results = [trial(images, pool, seed) for seed in seeds]
     for name in results[0][0]:
         print(f"\n| AUROC, {name} | mean | by seed |\n|---|---|---|")
         for score in results[0][0][name]:
@@ -196,7 +194,8 @@ def main() -> None:
         set_aside = 60
     order = np.random.RandomState(123).permutation(len(np.unique(train[1])))
     pool = order[:set_aside] if options.choose else order[set_aside:]
-    report(train, test, held, extra, backbone.vit.norm, pool, options.seeds)
+    images = Features(train, test, held, extra, backbone.vit.norm)
+    report(images, pool, options.seeds)
 
 
 if __name__ == "__main__":

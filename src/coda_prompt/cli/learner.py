@@ -73,7 +73,7 @@ def learn(
         classifier = load_or_create(model, backbone, method, fabric, removable=removable)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        lesson = f"{images.split.fingerprint()} {images.names}"
+        lesson = f"{images.fingerprint} {images.names}"
         version = len(classifier.tasks_)
         command = resume_command()
         if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version, command)):

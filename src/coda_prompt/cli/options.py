@@ -195,8 +195,8 @@ UnknownRate = Annotated[
 UnknownFolder = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with images of classes the model does not know: report how well they are told "
-        "apart from those it knows."
+        help="Folder with images of classes the model does not know: report how well it separates "
+        "them from those it knows."
     ),
 ]
 Picture = Annotated[

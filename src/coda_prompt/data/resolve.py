@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import numpy as np
 import torch
@@ -113,6 +111,11 @@ class Labelled:
             Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)) for image in images
         ]
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that changes with the images or labels; every file is looked at for it."""
+        return self.split.fingerprint()
+
     def name(self, index: int) -> str:
         """Return the path of an image; its class and number if it is no file."""
         if isinstance(self.split, FileSplit):
@@ -155,7 +158,7 @@ def parse_name(name: str) -> tuple[Kind, str]:
         return "shards", name.removeprefix(shards.PREFIX)
     if name.startswith(folders.DOMAIN_PREFIX):
         return "domains", name.removeprefix(folders.DOMAIN_PREFIX)
-    return "folder", url2pathname(urlsplit(name).path) if name.startswith("file://") else name
+    return "folder", name
 
 
 def open_source(
@@ -187,7 +190,7 @@ def open_source(
         return folders.domain_source(location)
     if Path(name).name == name and not Path(name).exists():
         raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
-    return folders.folder_source(location)
+    return folders.folder_source(name)
 
 
 def labelled(
@@ -229,7 +232,7 @@ def labelled(
         elif kind == "shards":
             images = Labelled(*shards.open_shard_split(location, part))
         else:
-            images = _open_folder(Path(location).expanduser(), skip_bad)
+            images = _open_folder(local_path(data), skip_bad)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")

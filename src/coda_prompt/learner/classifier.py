@@ -330,7 +330,7 @@ class ContinualClassifier(EditableEstimator):
             data: Labelled images, as for `learn`.
             labels: Class names, one for each image.
             unknown: Images of classes that were not learned, as for `predict`: measure how well
-                they are told apart from `data`.
+                they are separated from `data`.
             unknown_rate: The share of `data` that may be rejected by mistake.
             skip_bad: Leave out images that cannot be read and classes that were not learned,
                 instead of failing.

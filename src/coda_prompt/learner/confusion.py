@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PAIRS = 20
-"""Pairs of confused classes in an evaluation."""
+"""Pairs of confused classes in an evaluation or a summary."""
 MAX_NUMBERS = 25
 """With more classes, the cells of the picture have no numbers."""
 
@@ -62,16 +62,24 @@ class ConfusionMatrix:
 
     def confused(self) -> tuple[Confusion, ...]:
         """Return the most frequent confusions, those of most images first."""
-        found = []
-        for true, row in zip(self.classes, self.counts, strict=True):
-            total = sum(row)
-            found += [
-                Confusion(true, predicted, count, count / total)
-                for predicted, count in zip(self.classes, row, strict=True)
-                if count and predicted != true
-            ]
-        found.sort(key=lambda each: (-each.images, -each.share))
-        return tuple(found[:MAX_PAIRS])
+        rows = (dict(zip(self.classes, row, strict=True)) for row in self.counts)
+        return most_confused(dict(zip(self.classes, rows, strict=True)))
+
+
+def most_confused(counts: Mapping[str, Mapping[str, int]]) -> tuple[Confusion, ...]:
+    """Return the most frequent confusions, those of most images first.
+
+    Args:
+        counts: Number of images by correct class and by predicted class.
+    """
+    found = [
+        Confusion(true, predicted, images, images / sum(row.values()))
+        for true, row in counts.items()
+        for predicted, images in row.items()
+        if images and predicted != true
+    ]
+    found.sort(key=lambda each: (-each.images, -each.share))
+    return tuple(found[:MAX_PAIRS])
 
 
 def draw_confusion(matrix: ConfusionMatrix, path: Path) -> None:

@@ -54,14 +54,13 @@ class LearnerProgress(console.ProgressBar):
             console.print_message(f"{status}: {self._task.percentage:.0f} %{remaining}")
 
 
-def warn(messages: Iterable[str]) -> None:
-    """Warn the caller of `learn`."""
+def warn(messages: Iterable[str], stacklevel: int = 3) -> None:
+    """Warn the caller of `learn`, which is so many calls away."""
     for message in messages:
-        warnings.warn(message, CodaWarning, stacklevel=3)
+        warnings.warn(message, CodaWarning, stacklevel=stacklevel)
 
 
 def announce(backbone: str, images: Labelled, messages: Iterable[str]) -> None:
     """Log what `learn` is about to learn, and warn its caller about the images."""
     LOGGER.info("%s; %s", backbone, advice.summary(images))
-    for message in messages:
-        warnings.warn(message, CodaWarning, stacklevel=3)
+    warn(messages, stacklevel=4)

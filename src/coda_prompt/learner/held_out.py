@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coda_prompt.learner.confusion import Confusion, most_confused
+
 if TYPE_CHECKING:
     from coda_prompt.learner.store import TaskRecord
 
 Counts = dict[str, dict[str, int]]
 """Number of images by correct class and by predicted class."""
-MAX_CONFUSED = 20
-"""Confused pairs in a summary."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,12 @@ class HeldOutClass:
 
 
 @dataclass(frozen=True)
-class ConfusedPair:
-    """How often held-out images of one class were predicted to be of another."""
-
-    true: str
-    predicted: str
-    images: int
-    share: float
-    """Of the held-out images of the true class."""
-
-
-@dataclass(frozen=True)
 class HeldOutSummary:
     """Accuracy of each class and the most confused pairs, over all lessons."""
 
     classes: tuple[HeldOutClass, ...]
     """In the order in which they were learned; without classes that had no held-out image."""
-    confused: tuple[ConfusedPair, ...]
+    confused: tuple[Confusion, ...]
     """Pairs with most images first."""
 
 
@@ -68,11 +57,4 @@ def summarize(tasks: Iterable[TaskRecord]) -> HeldOutSummary:
     classes = [
         HeldOutClass(true, row.total(), row[true] / row.total()) for true, row in rows.items()
     ]
-    confused = [
-        ConfusedPair(true, predicted, images, images / row.total())
-        for true, row in rows.items()
-        for predicted, images in row.items()
-        if predicted != true
-    ]
-    confused.sort(key=lambda pair: (-pair.images, -pair.share))
-    return HeldOutSummary(tuple(classes), tuple(confused[:MAX_CONFUSED]))
+    return HeldOutSummary(tuple(classes), most_confused(rows))

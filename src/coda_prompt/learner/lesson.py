@@ -49,7 +49,7 @@ def make_task(network: Network, images: Labelled, validation: float) -> Task:
         raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
     index, known = len(network.tasks), network.classes
     names = [*known, *(name for name in images.names if name not in known)]
-    own = np.array([names.index(name) for name in images.names])
+    own = rows(images.names, names).numpy()
     labels = own[images.split.labels]
     held_out = np.zeros(len(labels), bool)
     # The same for every lesson, so that a lesson holds out the same images in any model.
@@ -83,7 +83,7 @@ def open_checkpoints(
     identity: dict[str, Any] = as_json(
         {
             "tasks": [task.model_dump(exclude=NOT_IDENTIFYING) for task in network.tasks],
-            "images": images.split.fingerprint(),
+            "images": images.fingerprint,
             "names": images.names,
             "validation": validation,
             "training": dataclasses.asdict(training),
@@ -134,7 +134,7 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
-        files=images.split.fingerprint() if isinstance(images.split, FileSplit) else None,
+        files=images.fingerprint if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )
 

@@ -40,7 +40,8 @@ PREFIX = "unknown."
 DEFAULT_RATE = 0.05
 """Share of images of known classes that `auto` rejects by mistake."""
 FOLDS = 20
-"""With fewer, scores are computed without so many images that too few of others are rejected."""
+"""With fewer folds, each score is computed without more images, and fewer images are rejected than
+the rate says."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from coda_prompt.errors import CannotEdit
 from coda_prompt.methods.additive import other_rows
-from coda_prompt.methods.base import ParameterCount, TaskBrief
+from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
@@ -33,7 +34,7 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
     classes. The linear head is only used to train the prompts.
     """
 
-    Config = CodaRanPACConfig
+    Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
     variants = MappingProxyType({"coda-p-ranpac": {}})
     imprints = False
     config: CodaRanPACConfig

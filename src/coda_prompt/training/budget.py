@@ -103,7 +103,7 @@ class MultiplyAddCounter(TorchDispatchMode):
         """Multiply-adds so far."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it; those made of others are taken apart."""
+        """Run an operation and count it; a composite one is counted by its parts."""
         kwargs = kwargs or {}
         formula = self._formulas.get(func._overloadpacket)
         if formula is None:

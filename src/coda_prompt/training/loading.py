@@ -85,7 +85,7 @@ class _BatchReader(Dataset[Any]):
         min_side = required_min_side(preprocessing, self.augmentation)
         try:
             for position in positions:
-                image = samples.split.image(int(samples.indices[position]), min_side)
+                image = samples.image(position, min_side)
                 if self.augmentation is None:
                     images.append(eval_view(image, preprocessing, self.views.resize))
                 else:

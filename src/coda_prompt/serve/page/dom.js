@@ -41,5 +41,5 @@ let announced = "";
 export function announce(text, delay = 1000) {
   clearTimeout(announcement);
   if (text === announced) return;
-  announcement = setTimeout(() => { announced = text; element("spoken").textContent = text; }, delay);
+  announcement = setTimeout(() => { announced = text; element("announcement").textContent = text; }, delay);
 }
