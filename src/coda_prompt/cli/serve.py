@@ -84,7 +84,8 @@ def serve(
         else:
             print_message(f"{url}  (press Ctrl-C to stop)")
         # uvicorn raises the signal again after shutdown; exit normally to delete the demo copy.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, lambda *_: sys.exit(0))
         Server(services, policy).run(sockets=[listener])
 
 
