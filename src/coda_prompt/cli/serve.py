@@ -73,8 +73,9 @@ def serve(
     policy = AccessPolicy(token, LOOPBACK if local else None)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
         parts = {"backbone": backbone, "method": method} if model is not None else {}
+        temporary = model is None
         services = {
-            name: Service(folder, batching=batching, device=device, **parts)
+            name: Service(folder, batching=batching, device=device, temporary=temporary, **parts)
             for name, folder in folders.items()
         }
         url_host = f"[{host}]" if ":" in host else host

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from importlib import resources
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -27,7 +27,7 @@ from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
 from coda_prompt.serve.requests import read_examples, read_images
 from coda_prompt.serve.service import Answer, Job, Service
-from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels
+from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels, make_preview
 
 PREDICT_TIMEOUT = 30.0
 """Seconds after which a prediction request gets status 504."""
@@ -157,6 +157,23 @@ async def explain(
 
 
 @api.post(
+    "/preview",
+    response_class=Response,
+    openapi_extra=schemas.PREDICT_BODY,
+    responses={200: {"content": {"image/png": {}}, "description": "The image."}},
+)
+async def preview(
+    images: Annotated[list[tuple[str, bytes]], Depends(read_images)], service: CurrentService
+) -> Response:
+    """Return an image as a PNG of at most 512 x 512 pixels, for files that browsers cannot show."""
+    if len(images) != 1:
+        raise RequestError(422, f"Send one image to preview, not {len(images)}.")
+    with service.batcher.admit(1):
+        content = await asyncio.to_thread(make_preview, images[0][1], images[0][0])
+    return Response(content, media_type="image/png")
+
+
+@api.post(
     "/learn", status_code=202, response_model=schemas.JobState, openapi_extra=schemas.LEARN_BODY
 )
 async def learn(
@@ -222,6 +239,7 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
         "can_redo": version.classifier.can_redo,
         "can_reject": version.can_reject,
         "learning": service.learning,
+        "temporary": service.temporary,
         "models": [
             {"name": name, "path": path, "current": name == state.name}
             for name, path in state.paths.items()

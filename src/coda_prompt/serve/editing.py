@@ -18,7 +18,7 @@ from coda_prompt.serve import schemas
 from coda_prompt.serve.learning import ExampleDataset
 from coda_prompt.serve.requests import read_examples
 from coda_prompt.serve.service import Service
-from coda_prompt.serve.uploads import Example, RequestError
+from coda_prompt.serve.uploads import Example, RequestError, check_label
 
 api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
 
@@ -66,15 +66,15 @@ async def _edit(service: Service, change: Callable[[ContinualClassifier], Any]) 
 @api.post("/rename", response_model=schemas.Classes)
 async def rename(body: RenameRequest, service: CurrentService) -> dict[str, Any]:
     """Rename a class."""
-    return await _edit(service, lambda classifier: classifier.rename(body.old, body.new))
+    new = check_label(body.new)
+    return await _edit(service, lambda classifier: classifier.rename(body.old, new))
 
 
 @api.post("/merge-classes", response_model=schemas.Classes)
 async def merge_classes(body: MergeClassesRequest, service: CurrentService) -> dict[str, Any]:
     """Unite classes into one."""
-    return await _edit(
-        service, lambda classifier: classifier.merge_classes(body.classes, body.into)
-    )
+    into = check_label(body.into)
+    return await _edit(service, lambda classifier: classifier.merge_classes(body.classes, into))
 
 
 @api.post("/forget", response_model=Forgotten)

@@ -143,6 +143,7 @@ class ModelInfo(BaseModel):
     can_redo: bool
     can_reject: bool = Field(description="Whether `unknown=auto` works at its default rate.")
     learning: bool
+    temporary: bool = Field(description="Whether the model is deleted when the service stops.")
     models: list[ModelLink] = Field(description="All models of this service.")
 
 
