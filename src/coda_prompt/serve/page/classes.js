@@ -53,8 +53,8 @@ async function send(path, body, report) {
   newClasses = new Set();
   if (element("class-editor").contains(document.activeElement)) element("classes").focus();
   edit(null);
-  element("edit-report").textContent = report;
   await onEdited();
+  element("edit-report").textContent = report;
 }
 
 // Restores a version by its number.
