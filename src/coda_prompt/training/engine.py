@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,14 +45,15 @@ class _TaskRun:
     tasks: int
     """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
-    meter: Meter
-    observe: Callable[[Tensor], None] | None = None
+    meter: Meter | None
+    """Counts what the task costs; None without a budget."""
+    observe: Callable[[Tensor], None] | None
     """Called with the class tokens of all training images; see `Engine.learn`."""
 
-    def out_of_budget(self, position: TrainingPosition) -> bool:
-        """Whether the budget is spent; the first step of a task is always taken."""
+    def spent(self, position: TrainingPosition) -> float:
+        """The share of the budget that is spent; 0 before the first step, which is always taken."""
         started = position.stage or position.epoch or position.step
-        return bool(started) and position.spent >= self.meter.limit
+        return position.spent / self.meter.limit if self.meter and started else 0.0
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Engine(Passes):
                 meter=meter,
             )
             result.losses.append(losses)
-            if meter.active:
+            if meter is not None:
                 result.spent.append(meter.spent)
             after = last if joint else task.index
             if after in measured:
@@ -233,10 +235,10 @@ class Engine(Passes):
             raise errors.InvalidLabels(
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
-        meter, tasks = meter or Meter(), tasks or index + 1
+        tasks = tasks or index + 1
         run = _TaskRun(method, task.train, labels, past, index, tasks, checkpointer, meter, observe)
         try:
-            with restored_on_error(method), meter:
+            with restored_on_error(method), meter or nullcontext():
                 resumed = None if checkpointer is None else checkpointer.position
                 if resumed is None:
                     self.on_event(Event("task", index, run.tasks))
@@ -282,11 +284,11 @@ class Engine(Passes):
             self._fit(run)
         return losses
 
-    def _meter(self, stream: Stream, tasks: int) -> Meter:
-        """Return a meter with the budget of so many tasks of a stream."""
+    def _meter(self, stream: Stream, tasks: int) -> Meter | None:
+        """Return a meter with the budget of so many tasks of a stream, if it has one."""
         budget = stream.budget
         if budget is None:
-            return Meter()
+            return None
         if self.training.views is not None and budget.multiply_adds is not None:
             problem = "views that recur make the cost of a step depend on earlier steps"
             raise errors.BadOption("the stream", "budget", f"{problem}; leave out training.views")
@@ -355,10 +357,10 @@ class Engine(Passes):
             )
         features = stage.data == "features"
         table = self._table(run.train, method.features, method) if features else None
-        if run.meter.active:
-            self._start_meter(run, stage, position, resumed=restored is not None)
+        if run.meter is not None:
+            self._start_meter(run, run.meter, stage, position, resumed=restored is not None)
         training = _StageRun(stage, epochs, optimizer, rates, module, wrapped)
-        while position.epoch < epochs and (position.step or not run.out_of_budget(position)):
+        while position.epoch < epochs and (position.step or run.spent(position) < 1):
             epoch = epochs_before + position.epoch
             data = self._epoch_data(run, stage, epoch, position.step, table)
             position = self._train_epoch(run, training, data, position)
@@ -368,7 +370,13 @@ class Engine(Passes):
         return position.losses
 
     def _start_meter(
-        self, run: _TaskRun, stage: Stage, position: TrainingPosition, *, resumed: bool
+        self,
+        run: _TaskRun,
+        meter: Meter,
+        stage: Stage,
+        position: TrainingPosition,
+        *,
+        resumed: bool,
     ) -> None:
         """Count from what was spent before the stage, or before it was interrupted.
 
@@ -379,8 +387,8 @@ class Engine(Passes):
         if cached and stage.data in ("plain", "augmented") and run.method.needs_queries:
             self.queries.fill(run.method, run.train)
         if resumed:
-            run.meter.restore(position.spent)
-        position.spent = run.meter.spent
+            meter.restore(position.spent)
+        position.spent = meter.spent
 
     def _train_epoch(
         self, run: _TaskRun, training: _StageRun, data: _EpochData, position: TrainingPosition
@@ -393,15 +401,14 @@ class Engine(Passes):
         epoch, steps = position.epoch, len(data.sizes)
         progress = (run.index, run.tasks, epoch, training.epochs)
         for step in range(position.step, steps):
-            if run.out_of_budget(position):
+            if (spent := run.spent(position)) >= 1:
                 break
-            rate = training.set_rates(
-                self.training.schedule, epoch, step / steps, position.spent / run.meter.limit
-            )
+            rate = training.set_rates(self.training.schedule, epoch, step / steps, spent)
             loss = self._step(run, training, data, position)
             position.sum_of_losses += loss * data.sizes[step]
             position.step = step + 1
-            position.spent = run.meter.spent
+            if run.meter is not None:
+                position.spent = run.meter.spent
             self.on_event(Event("step", *progress, step, steps, loss, rate))
             if position.step == steps:
                 position = position.after_epoch(sum(data.sizes))

@@ -108,10 +108,10 @@ class Passes:
         return over_all, own
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
-        """Compute the logits of all samples in order, N x classes seen."""
+        """Compute the logits of all samples in order, N x classes seen in float64 on the CPU."""
         self._place(method)
         method.eval()
-        return self._table(samples, method.logits, method)
+        return self._table(samples, lambda images, _: method.logits(images)).double().cpu()
 
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
         table = self._table(samples, method.features, method)
@@ -178,7 +178,7 @@ class Passes:
         rows = torch.cat(parts)  # of this process
         table = rows.new_zeros(len(samples), rows.shape[1])
         table[torch.cat(positions)] = rows
-        return self._reduced(table, "sum")
+        return table if self.fabric.world_size == 1 else self._reduced(table, "sum")
 
     def _pass_over(self, samples: Samples) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.
