@@ -121,7 +121,7 @@ class Passes:
         counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
         return sums / counts[:, None]
 
-    def _features_and_queries(
+    def features_and_queries(
         self, method: Method, samples: Samples
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the features of all samples, and their queries if the method needs them."""
@@ -138,7 +138,7 @@ class Passes:
         features, queries = table.split([table.shape[1] - width, width], dim=1)
         return features.contiguous(), queries.contiguous()
 
-    def _plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
+    def plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
         """Compute the class tokens of the plain ViT before and after its final norm."""
         vit = method.backbone
         table = self._table(
