@@ -643,6 +643,12 @@ def test_heic_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         uploads.decode_image(content, "image 1")
 
 
+def test_smallest_rate_of_unknown_images_is_refused(client: httpx.Client) -> None:
+    parameters = {"unknown": "auto", "unknown_rate": 5e-324}
+    body = files(drawings([0], 1)[0])
+    assert client.post("/v1/predict", files=body, params=parameters).status_code == 422
+
+
 def test_names_of_edited_classes_have_the_limits_of_taught_ones(client: httpx.Client) -> None:
     for route, body in (
         ("rename", {"old": NAMES[0], "new": "x" * 101}),

@@ -113,7 +113,7 @@ async def predict(
     metrics: CurrentMetrics,
     top: Annotated[int, Query(ge=1, le=100)] = 5,
     unknown: Annotated[Literal["auto"] | None, Query()] = None,
-    unknown_rate: Annotated[float, Query(gt=0, lt=1)] = DEFAULT_RATE,
+    unknown_rate: Annotated[float, Query(ge=1e-6, lt=1)] = DEFAULT_RATE,
     unknown_below: Annotated[float, Query(ge=0, le=1)] = 0.0,
 ) -> dict[str, Any]:
     """Predict the classes of one or more images.
