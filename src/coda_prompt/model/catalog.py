@@ -209,8 +209,8 @@ def load_backbone(
         >>> features = backbone.vit.features(images)
     """
     if like is not None:
-        text, path = f"{like}={text}", text
-        warn_renamed(f"load_backbone({path!r}, like={like!r})", f"load_backbone({text!r})")
+        warn_renamed(f"load_backbone({text!r}, like={like!r})", f"load_backbone('{like}={text}')")
+        text = f"{like}={text}"
     backbone, size, local = parse_backbone(text)
     name, pin = text.partition("=")[0] if backbone else text, None
     with contextlib.ExitStack() as stack:
