@@ -108,10 +108,10 @@ class Passes:
         return over_all, own
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
-        """Compute the logits of all samples in order, N x classes seen."""
+        """Compute the logits of all samples in order, N x classes seen in float64 on the CPU."""
         self._place(method)
         method.eval()
-        return self._table(samples, method.logits, method)
+        return self._table(samples, lambda images, _: method.logits(images)).double().cpu()
 
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
         table = self._table(samples, method.features, method)
@@ -121,7 +121,7 @@ class Passes:
         counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
         return sums / counts[:, None]
 
-    def _features_and_queries(
+    def features_and_queries(
         self, method: Method, samples: Samples
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the features of all samples, and their queries if the method needs them."""
@@ -138,7 +138,7 @@ class Passes:
         features, queries = table.split([table.shape[1] - width, width], dim=1)
         return features.contiguous(), queries.contiguous()
 
-    def _plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
+    def plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
         """Compute the class tokens of the plain ViT before and after its final norm."""
         vit = method.backbone
         table = self._table(
@@ -178,7 +178,7 @@ class Passes:
         rows = torch.cat(parts)  # of this process
         table = rows.new_zeros(len(samples), rows.shape[1])
         table[torch.cat(positions)] = rows
-        return self._reduced(table, "sum")
+        return table if self.fabric.world_size == 1 else self._reduced(table, "sum")
 
     def _pass_over(self, samples: Samples) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.
