@@ -25,6 +25,8 @@ from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
 
 PRECISIONS = get_args(Precision)
+STEPS_WITHOUT_WAITING = 10
+"""Steps after which the host waits for the losses of an accelerator; on CPUs nothing waits."""
 Booleans = NDArray[np.bool_]
 
 
@@ -65,6 +67,7 @@ class Passes:
             problem = f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}"
             raise BadOption("the engine", "precision", problem)
         self.dtype = torch.float64 if self.precision == "64-true" else torch.float32
+        self.wait_every = 1 if self.fabric.device.type == "cpu" else STEPS_WITHOUT_WAITING
         self.on_event, self.should_stop = on_event, should_stop
         if self.fabric.world_size > 1:
             self.should_stop = any_rank(self.fabric, should_stop)
@@ -165,19 +168,19 @@ class Passes:
 
         Without a method, no query is passed.
         """
-        parts, positions, done = [], [], 0
+        parts, positions, done = [], list[int](), 0
         for batch in self._pass_over(samples):
             with self.fabric.autocast():
                 seen: tuple[Images, Tensor | None] = (batch.images, None)
                 if method is not None:
                     seen = self.queries.see(method, batch, samples)
                 parts.append(compute(*seen))
-            positions.append(batch.positions)
+            positions += batch.positions
             done += len(batch.positions) * self.fabric.world_size
             self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
         rows = torch.cat(parts)  # of this process
         table = rows.new_zeros(len(samples), rows.shape[1])
-        table[torch.cat(positions)] = rows
+        table[positions] = rows
         return table if self.fabric.world_size == 1 else self._reduced(table, "sum")
 
     def _pass_over(self, samples: Samples) -> Iterator[Batch]:

@@ -169,21 +169,40 @@ class Trainer(Passes):
     ) -> TrainingPosition:
         """Train the remaining steps of an epoch, or until the budget is spent.
 
+        Losses stay on the device, and the host waits for them only after some steps: then they are
+        reported, a stop is noticed and checkpoints are written.
+
         Returns:
             The position after the epoch.
+
+        Raises:
+            NonFiniteLoss: A loss or a gradient is not finite. The step named is the one after
+                which it was noticed.
         """
         epoch, steps = position.epoch, len(data.sizes)
         progress = (run.index, run.tasks, epoch, training.epochs)
+        device = self.fabric.device
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        total = torch.tensor(position.sum_of_losses, dtype=precise, device=device)
+        finite = torch.ones((), dtype=torch.bool, device=device)
         for step in range(position.step, steps):
             if (spent := run.spent(position)) >= 1:
                 break
             rate = training.set_rates(self.training.schedule, epoch, step / steps, spent)
-            loss = self._step(run, training, data, position)
-            position.sum_of_losses += loss * data.sizes[step]
+            loss, step_is_finite = self._step(run, training, data, position.step)
+            total += loss.to(precise) * data.sizes[step]
+            finite &= step_is_finite
             position.step = step + 1
             if run.meter is not None:
                 position.spent = run.meter.spent
-            self.on_event(Event("step", *progress, step, steps, loss, rate))
+            ends = position.step == steps or run.spent(position) >= 1
+            if not ends and position.step % self.wait_every:
+                continue
+            fetched = torch.stack([loss.to(precise), total, finite.to(precise)]).tolist()
+            if not fetched[2]:
+                raise errors.NonFiniteLoss(position.task, epoch, step)
+            position.sum_of_losses = fetched[1]
+            self.on_event(Event("step", *progress, step, steps, fetched[0], rate))
             if position.step == steps:
                 position = position.after_epoch(sum(data.sizes))
                 self.on_event(Event("epoch", *progress, steps, steps, position.losses[-1], rate))
@@ -216,7 +235,8 @@ class Trainer(Passes):
         if stage.optimizer == "sgd":
             return torch.optim.SGD(options, momentum=stage.momentum)
         kind = torch.optim.Adam if stage.optimizer == "adam" else torch.optim.AdamW
-        return kind(options, betas=training.betas)
+        fused = True if self.fabric.device.type == "cuda" else None
+        return kind(options, betas=training.betas, fused=fused)
 
     def _epoch_data(
         self, run: TaskRun, stage: Stage, epoch: int, done: int, table: Tensor | None
@@ -246,9 +266,7 @@ class Trainer(Passes):
         remaining = [part for each in parts[done:] for part in each]
         if table is not None:
             rows, labels = self.fabric.to_device((table.to(self.dtype), labels))
-            features = (
-                Batch(rows[part], labels[part], torch.tensor(part), None) for part in remaining
-            )
+            features = (Batch(rows[part], labels[part], part, None) for part in remaining)
             return EpochData(None, sizes, counts, features)
         augmented = stage.data == "augmented"
         key = Epoch(training.seed, run.index, epoch, training.views) if augmented else None
@@ -277,20 +295,21 @@ class Trainer(Passes):
         run: TaskRun,
         training: StageRun,
         data: EpochData,
-        position: TrainingPosition,
-    ) -> float:
-        """Train on this process's share of a batch and return the loss over all processes.
+        step: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Train on this process's share of a batch.
 
         Gradients of micro-batches are accumulated. Processes average their gradients, so a share's
         sums are multiplied by the number of processes; the penalty is the same everywhere and is
         added once.
 
-        Raises:
-            NonFiniteLoss: The loss or a gradient is not finite; the optimizer has not stepped.
+        Returns:
+            The loss over all processes, and whether it and all gradients are finite; both on the
+            device.
         """
         method, processes = run.method, self.fabric.world_size
         stage, module, optimizer = training.stage, training.module, training.wrapped
-        whole, last = data.sizes[position.step], data.parts[position.step] - 1
+        whole, last = data.sizes[step], data.parts[step] - 1
         value = torch.zeros((), device=self.fabric.device, dtype=self.dtype)
         optimizer.zero_grad()
         for number in range(last + 1):
@@ -310,15 +329,13 @@ class Trainer(Passes):
             value += share.detach()
         if processes > 1:
             value = self._reduced(value, "mean")
-        step_loss = float(value)
-        gradients = [parameter.grad for parameter in method.trainable_parameters()]
+        finite = value.isfinite()
         # The gradient scaler of 16-mixed provokes overflows and skips those steps itself.
-        if not math.isfinite(step_loss) or (
-            self.precision != "16-mixed"
-            and not all(bool(each.isfinite().all()) for each in gradients if each is not None)
-        ):
-            raise errors.NonFiniteLoss(position.task, position.epoch, position.step)
+        if self.precision != "16-mixed":
+            gradients = [each.grad for each in method.trainable_parameters()]
+            checks = [each.isfinite().all() for each in gradients if each is not None]
+            finite = torch.stack([finite, *checks]).all()
         if stage.clip_norm is not None:
             self.fabric.clip_gradients(module, optimizer, max_norm=stage.clip_norm)
         optimizer.step()
-        return step_loss
+        return value, finite
