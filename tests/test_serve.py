@@ -849,6 +849,7 @@ def test_invalid_options_end_in_one_message(model: Path, tmp_path: Path) -> None
 # -- documentation
 
 
+@pytest.mark.posix
 def test_curl_examples_of_the_docs(model_copy: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "guide" / "serving.md").read_text()
     (script,) = (part.split("```")[0] for part in page.split("```sh\n")[1:] if "curl" in part)

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import Path as PathParameter
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -35,6 +36,8 @@ PAGE = resources.files("coda_prompt") / "serve" / "page"
 
 api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
 pages = APIRouter()
+MODEL_ROUTERS = (api, editing.api, downloads.api)
+"""Routes of each model; `pages` has those of the service."""
 
 
 def make_app(services: Mapping[str, Service], policy: AccessPolicy | None = None) -> FastAPI:
@@ -81,9 +84,8 @@ def _make_model_app(
     app.state.service, app.state.metrics = service, Metrics(service)
     app.state.name, app.state.paths = name, paths
     add_exception_handlers(app)
-    app.include_router(api)
-    app.include_router(editing.api)
-    app.include_router(downloads.api)
+    for router in MODEL_ROUTERS:
+        app.include_router(router)
     app.add_api_route("/", _index, response_class=HTMLResponse, include_in_schema=False)
     return app
 
@@ -96,7 +98,9 @@ def _get_metrics(request: Request) -> Metrics:
     return request.app.state.metrics
 
 
-def _get_job(number: str, service: CurrentService) -> Job:
+def _get_job(
+    number: Annotated[str, PathParameter(description="Number of the job.")], service: CurrentService
+) -> Job:
     if number not in service.jobs:
         raise RequestError(404, "There is no such job.")
     return service.jobs[number]
@@ -111,10 +115,17 @@ async def predict(
     images: Annotated[list[tuple[str, bytes]], Depends(read_images)],
     service: CurrentService,
     metrics: CurrentMetrics,
-    top: Annotated[int, Query(ge=1, le=100)] = 5,
-    unknown: Annotated[Literal["auto"] | None, Query()] = None,
-    unknown_rate: Annotated[float, Query(ge=1e-6, lt=1)] = DEFAULT_RATE,
-    unknown_below: Annotated[float, Query(ge=0, le=1)] = 0.0,
+    top: Annotated[int, Query(ge=1, le=100, description="How many classes to return.")] = 5,
+    unknown: Annotated[
+        Literal["auto"] | None, Query(description="Reject images unlike the learned classes.")
+    ] = None,
+    unknown_rate: Annotated[
+        float,
+        Query(ge=1e-6, lt=1, description="Share of images of learned classes rejected by mistake."),
+    ] = DEFAULT_RATE,
+    unknown_below: Annotated[
+        float, Query(ge=0, le=1, description="Reject images with a lower probability.")
+    ] = 0.0,
 ) -> dict[str, Any]:
     """Predict the classes of one or more images.
 
