@@ -621,7 +621,7 @@ def test_new_classes_of_a_stream_take_the_next_rows() -> None:
 
 def test_testing_before_learning_is_refused() -> None:
     (task,) = make_stream(patterns(3, 5), tasks=1).tasks
-    with pytest.raises(NotLearned, match="coda-p has not learned 0, 2 yet"):
+    with pytest.raises(NotLearned, match="coda-p has not learned 0, 2"):
         Engine(PLAIN_VIEWS).evaluate(methods.make("coda-p", tiny_vit()), task.test, [0, 2])
 
 

@@ -59,9 +59,9 @@ ODD = st.one_of(
 
 def fuzz(examples: int, check: Callable[..., None], *inputs: st.SearchStrategy[Any]) -> None:
     quiet = list(HealthCheck)
-    manner = settings(max_examples=examples, deadline=None, suppress_health_check=quiet,
+    configured = settings(max_examples=examples, deadline=None, suppress_health_check=quiet,
                       database=None, derandomize=True)  # fmt: skip
-    manner(given(*inputs)(check))()
+    configured(given(*inputs)(check))()
 
 
 @st.composite

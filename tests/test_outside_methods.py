@@ -10,8 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from drawings import assert_same, drawings
+from PIL import Image
 from serving import files, served, teach, wait_for_job
 from small import PLAIN_VIEWS, coda, patterns, tiny_vit
 from test_models import changed
@@ -40,6 +42,61 @@ class Mine(NearestClassMean):
 def method(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(MINE)
     return f"{tmp_path}/mine.py:Mine"
+
+
+CLOSED_FORM = """
+from coda_prompt.methods.closedform import ClosedForm
+
+class Mine(ClosedForm):
+    def scores(self, queries):
+        return queries[:, : self.classes_seen]
+
+    def fit(self, features, queries, labels):
+        {body}
+"""
+TRAINED = """
+from coda_prompt.methods import Loss
+from coda_prompt.methods.base import TrainedMethod
+
+class Mine(TrainedMethod):
+    def features(self, images{more}):
+        return self.backbone.features(images)
+
+    def loss(self, batch):
+        per_image = self.head.masked_loss(self.features(batch.images, None), batch.labels)
+        return {returned}
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            CLOSED_FORM.format(body='raise ValueError("singular")'),
+            "line 9, in fit: ValueError",
+        ),
+        (
+            TRAINED.format(more="", returned="Loss.of(per_image)"),
+            "features takes (self, images)",
+        ),
+        (
+            TRAINED.format(more=", queries", returned="per_image"),
+            "loss returns Tensor, not Loss",
+        ),
+        ("class Mine: pass", "'Mine' does not inherit from coda_prompt.methods.Method"),
+        ("Mine = 3", "there is no class 'Mine' in"),
+    ],
+)
+def test_an_error_in_a_method_is_one_message(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    for number, (image, name) in enumerate(zip(*drawings(range(2), 6), strict=True)):
+        (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.asarray(image)).save(tmp_path / "data" / name / f"{number}.png")
+    arguments = ("learn", f"{tmp_path}/model", f"{tmp_path}/data", "--backbone", "pocket")
+    failed = coda(*arguments, "--method", f"{tmp_path}/mine.py:Mine")
+    assert failed.returncode == 2
+    assert message in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 @pytest.fixture

@@ -260,7 +260,9 @@ def test_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match=r"there is no class folder in it\. Point at a folder"):
         folder_source(tmp_path)
     write(tmp_path / "a.png")
-    with pytest.raises(MissingData, match=r"there is 1 images but no class folder in it\. Point"):
+    with pytest.raises(
+        MissingData, match=r"there is no class folder in it \(number of images beside: 1\)\. Point"
+    ):
         folder_source(tmp_path)
     for part in ("train", "test"):
         (tmp_path / part).mkdir()

@@ -91,8 +91,8 @@ class NotLearned(CodaError):
         else:
             known_classes = f" It knows {len(known)}: {join_names(known)}." if known else ""
             super().__init__(
-                f"{name} has not learned {join_names(classes)} yet. Learn these classes first, or "
-                f"leave them out.{known_classes}"
+                f"{name} has not learned {join_names(classes)}. Check the spelling, learn these "
+                f"classes first, or leave them out.{known_classes}"
             )
 
 
@@ -111,8 +111,13 @@ class MissingData(CodaError):
 
 
 class BadImage(CodaError):
-    def __init__(self, path: object, problem: str) -> None:
-        super().__init__(f"{path}: {problem}. Remove the file or replace it with a readable image.")
+    def __init__(
+        self,
+        path: object,
+        problem: str,
+        remedy: str = "Remove the file or replace it with a readable image.",
+    ) -> None:
+        super().__init__(f"{path}: {problem}. {remedy}")
 
 
 class BadImages(CodaError):
@@ -187,12 +192,13 @@ class NonFiniteLoss(CodaError):
         )
 
 
+METHOD_MODULE = "coda_prompt_method_"
+"""Start of the names of modules that are loaded from files of users."""
+
+
 class BadMethod(CodaError):
     def __init__(self, spec: str, problem: str) -> None:
-        super().__init__(
-            f"'{spec}' cannot be used as a method: {problem}. Specify path/to/file.py:Class, where "
-            "the class inherits from coda_prompt.methods.Method."
-        )
+        super().__init__(f"'{spec}' cannot be used as a method: {problem}.")
 
 
 class MissingExtra(CodaError):

@@ -261,9 +261,10 @@ def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
         fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
-        raise CorruptFile(name_or_path, f"is not valid YAML or JSON ({problem})") from error
+        problem = f"is not valid YAML or JSON ({problem})"
+        raise CorruptFile(name_or_path, problem, "Fix the file.") from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
-        raise CorruptFile(name_or_path, f"does not describe a {what}")
+        raise CorruptFile(name_or_path, f"does not describe a {what}", "Fix the file.")
     return fields
 
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import sys
+import traceback
 import warnings
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from coda_prompt import __version__
 from coda_prompt.cli import bench, catalog, data, editing, learner, predict, serve, stream
 from coda_prompt.console import escape_control_characters
-from coda_prompt.errors import CodaError, Interrupted
+from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted
 
 app = typer.Typer(
     help="Image classification that keeps learning new classes without storing old images.",
@@ -50,9 +51,25 @@ def _describe(error: OSError) -> str:
         **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), disk_full),
         errno.EACCES: "Check the permissions of this path.",
         errno.EROFS: "Choose a writable path.",
+        errno.EEXIST: "This is a file; name a folder.",
+        errno.ENOTDIR: "A part of this path is a file; name a folder.",
     }
     remedy = remedies.get(error.errno or 0, "Check this path.")
     return f"{path}{error.strerror or error}. {remedy}"
+
+
+def _error_in_method(error: Exception) -> str | None:
+    """Return a message for an error in a method of the user's own; None for any other error."""
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith(METHOD_MODULE)
+    ]
+    if not frames:
+        return None
+    code = frames[-1].f_code
+    where = f"{code.co_filename}, line {frames[-1].f_lineno}, in {code.co_name}"
+    return f"There is an error in your method. {where}: {type(error).__name__}: {error}"
 
 
 def main() -> None:
@@ -74,6 +91,12 @@ def main() -> None:
         if error.filename is None and error.errno is None:
             raise
         typer.echo(f"coda: {escape_control_characters(_describe(error))}", err=True)
+        sys.exit(CodaError.exit_code)
+    except Exception as error:
+        message_of_method = _error_in_method(error)
+        if message_of_method is None:
+            raise
+        typer.echo(f"coda: {escape_control_characters(message_of_method)}", err=True)
         sys.exit(CodaError.exit_code)
     except (KeyboardInterrupt, SystemExit) as exit_:
         if isinstance(exit_, SystemExit) and exit_.code != Interrupted.exit_code:

@@ -199,8 +199,8 @@ def class_folders(root: Path) -> ClassFolders:
             problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
             raise MissingData(root, f"{problem} or has control characters", "Rename the folder.")
     if not paths:
-        loose = f"{len(images)} images but " if images else ""
-        raise MissingData(root, f"there is {loose}no class folder in it", EXPECTED_LAYOUT)
+        beside = f" (number of images beside: {len(images)})" if images else ""
+        raise MissingData(root, f"there is no class folder in it{beside}", EXPECTED_LAYOUT)
     return ClassFolders(root, paths, len(images), ancestors)
 
 

@@ -92,7 +92,7 @@ def open_image(
     """
     path = name if isinstance(file, bytes) else file
     if not isinstance(file, bytes) and not os.path.isfile(file):  # a named pipe would block
-        raise BadImage(path, "there is no such file")
+        raise BadImage(path, "there is no such file", "Check the path.")
     if not (len(file) if isinstance(file, bytes) else os.path.getsize(file)):
         raise BadImage(path, "the file is empty")
     try:

@@ -225,6 +225,8 @@ def labelled(
     elif labels is not None:
         problem = "a folder names its classes itself; leave them out"
         raise BadOption("the images", "labels", problem)
+    elif isinstance(data, Path):
+        images = _open_folder(data.expanduser(), skip_bad)
     else:
         kind, location = parse_name(os.fspath(data))
         if kind == "hub":

@@ -375,8 +375,8 @@ def _check_free(classifier: EditableEstimator, name: str, own: Sequence[str]) ->
     if not is_valid_class_name(name):
         raise errors.CannotEdit(f"a class cannot be called {name!r}")
     if name in classifier.classes_ and name not in own:
-        remedy = "Unite the classes with merge-classes, or choose another name."
-        raise errors.CannotEdit(f"there is a class {name} already", remedy)
+        remedy = "Merge the classes with merge-classes, or choose another name."
+        raise errors.CannotEdit(f"a class '{name}' already exists", remedy)
 
 
 def _check_mergeable(first: EditableEstimator, other: EditableEstimator) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
-from coda_prompt.errors import BadMethod, UnknownName
+from coda_prompt.errors import METHOD_MODULE, BadMethod, UnknownName
 from coda_prompt.methods.aper import APER
 from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
@@ -99,6 +99,8 @@ def find(name: str) -> Entry:
         return METHODS[name]
     if ".py:" in name:
         return _from_file(name)
+    if name.endswith(".py"):
+        raise BadMethod(name, f"name its class too, as {name}:Class")
     raise UnknownName("method", name, METHODS)
 
 
@@ -138,7 +140,7 @@ def _from_file(spec: str) -> Entry:
         raise BadMethod(spec, f"{path} cannot be read ({error.strerror})") from error
     # A unique name: dataclasses and help texts look the module up again.
     location = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()
-    module_name = f"coda_prompt_method_{location[:16]}"
+    module_name = f"{METHOD_MODULE}{location[:16]}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -150,21 +152,26 @@ def _from_file(spec: str) -> Entry:
         del sys.modules[module_name]
         raise BadMethod(spec, f"{path} cannot be loaded ({error})") from error
     method = getattr(module, class_name, None)
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise BadMethod(spec, f"{path} has no method class '{class_name}'")
+    if not isinstance(method, type):
+        raise BadMethod(spec, f"there is no class '{class_name}' in {path}")
+    if not issubclass(method, Method):
+        base = "coda_prompt.methods.Method"
+        raise BadMethod(spec, f"'{class_name}' does not inherit from {base}")
     if problem := contract_problem(method):
         raise BadMethod(spec, problem)
     return Entry(class_name, method, {}, hashlib.sha256(content).hexdigest())
 
 
 def contract_problem(method: type[Method]) -> str | None:
-    """Describe every member of the contract that a class lacks; None: it is complete."""
+    """Describe what of the contract a class lacks or has changed; None: it is complete."""
     if not is_pydantic_dataclass(method.Config):
         return "its Config is not a pydantic dataclass"
     try:
         inspect.signature(method).bind("backbone", "config")
     except TypeError:
         return "its __init__ does not take (self, backbone, config)"
+    if mistake := _signature_problem(method):
+        return mistake
     missing = [
         getattr(method, name)
         for name in dir(method)
@@ -180,3 +187,18 @@ def contract_problem(method: type[Method]) -> str | None:
         for each in missing
     ]
     return f"its class has no method {'; '.join(members)}" if members else None
+
+
+def _signature_problem(method: type[Method]) -> str | None:
+    """Describe a member of the contract that cannot be called as the engine calls it."""
+    for name, own in inspect.getmembers(method, inspect.isfunction):
+        contract = next((vars(base)[name] for base in Method.__mro__ if name in vars(base)), None)
+        if own is contract or not inspect.isfunction(contract) or name.startswith("__"):
+            continue
+        expected = inspect.signature(contract).parameters
+        try:
+            inspect.signature(own).bind(*expected)
+        except TypeError:
+            found = ", ".join(inspect.signature(own).parameters)
+            return f"its {name} takes ({found}), not ({', '.join(expected)})"
+    return None

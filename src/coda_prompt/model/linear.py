@@ -30,8 +30,10 @@ class Linear(nn.Linear):
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
         weight: Tensor = self.weight
         bias: Tensor = self.bias
-        dtype = _autocast_dtype(inputs, weight, bias)
-        if dtype is not None:
+        device = inputs.device.type
+        frozen = not (weight.requires_grad or bias.requires_grad) and weight.is_leaf
+        if frozen and device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             inputs, (weight, bias) = inputs.to(dtype), self._cast_once(dtype)
         if rows is not None:
             weight, bias = weight[rows], bias[rows]
@@ -65,15 +67,6 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         return _PRODUCT(gradient, weight.t(), None, "none", [], ""), None, None
-
-
-def _autocast_dtype(inputs: Tensor, weight: Tensor, bias: Tensor) -> torch.dtype | None:
-    """Return the precision of autocast, if the weights are frozen, whole, and it is on."""
-    device = inputs.device.type
-    trains = weight.requires_grad or bias.requires_grad
-    if trains or not weight.is_leaf or device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 def _supports_onednn(inputs: Tensor, weight: Tensor, bias: Tensor) -> bool:

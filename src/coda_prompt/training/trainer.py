@@ -46,10 +46,10 @@ class TaskRun:
     observe: Callable[[Tensor], None] | None
     """Called with the class tokens of all training images; see `Engine.learn`."""
 
-    def spent(self, position: TrainingPosition) -> float:
-        """The share of the budget that is spent; 0 before the first step, which is always taken."""
+    def is_spent(self, position: TrainingPosition) -> bool:
+        """Whether the budget is spent; the first step of a task is always taken."""
         started = position.stage or position.epoch or position.step
-        return position.spent / self.meter.limit if self.meter and started else 0.0
+        return bool(self.meter and started and position.spent >= self.meter.limit)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ class Trainer(Passes):
         if run.meter is not None:
             self._start_meter(run, run.meter, stage, position, resumed=restored is not None)
         training = StageRun(stage, epochs, optimizer, rates, module, wrapped)
-        while position.epoch < epochs and (position.step or run.spent(position) < 1):
+        while position.epoch < epochs:
+            if run.meter is not None and not position.step and run.is_spent(position):
+                break
             epoch = epochs_before + position.epoch
             data = self._epoch_data(run, stage, epoch, position.step, table)
             position = self._train_epoch(run, training, data, position)
@@ -185,17 +187,21 @@ class Trainer(Passes):
         precise = torch.float32 if device.type == "mps" else torch.float64
         total = torch.tensor(position.sum_of_losses, dtype=precise, device=device)
         finite = torch.ones((), dtype=torch.bool, device=device)
+        spent = 0.0
         for step in range(position.step, steps):
-            if (spent := run.spent(position)) >= 1:
-                break
+            if run.meter is not None:
+                if run.is_spent(position):
+                    break
+                spent = position.spent / run.meter.limit
             rate = training.set_rates(self.training.schedule, epoch, step / steps, spent)
             loss, step_is_finite = self._step(run, training, data, position.step)
             total += loss.to(precise) * data.sizes[step]
             finite &= step_is_finite
             position.step = step + 1
+            ends = position.step == steps
             if run.meter is not None:
                 position.spent = run.meter.spent
-            ends = position.step == steps or run.spent(position) >= 1
+                ends = ends or run.is_spent(position)
             if not ends and position.step % self.wait_every:
                 continue
             fetched = torch.stack([loss.to(precise), total, finite.to(precise)]).tolist()
@@ -321,7 +327,10 @@ class Trainer(Passes):
                     images, queries = self.queries.see(method, batch, data.samples)
                     inputs = TrainingBatch(images, batch.labels, queries, None, stage.name)
             with self.fabric.no_backward_sync(module, enabled=number < last):
-                loss: Loss = module(inputs)
+                loss = module(inputs)
+                if not isinstance(loss, Loss):
+                    problem = f"its loss returns {type(loss).__name__}, not Loss"
+                    raise errors.BadMethod(method.name, f"{problem}; use Loss.of(per_image)")
                 share = (loss.mean.sum() / whole + loss.total.sum()) * processes
                 if number == 0:
                     share = share + loss.penalty
