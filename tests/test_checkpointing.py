@@ -135,7 +135,7 @@ def files_of_stopped_run(name: str, steps: int) -> dict[str, bytes]:
 
 
 def stopped(folder: Path, name: str, steps: int) -> None:
-    """Make a folder of checkpoints as a run leaves it that was stopped after so many steps."""
+    """Make a folder of checkpoints as a run leaves it that was stopped after `steps` steps."""
     folder.mkdir(exist_ok=True)
     for file, content in files_of_stopped_run(name, steps).items():
         (folder / file).write_bytes(content)
@@ -321,7 +321,7 @@ def test_any_optimizer_with_parameter_groups_resumes_in_any_stage(
 
 
 def killed_once(arguments: list[str], out: Path, moment: float) -> bool:
-    """Kill the command so many seconds after its first sign of life; whether that was in time."""
+    """Kill the command `moment` seconds after its first output; whether that was in time."""
     process = started_coda("bench", *arguments)
     deadline = time.monotonic() + PATIENCE
     while not list(out.rglob("events.jsonl")) and process.poll() is None:

@@ -189,7 +189,7 @@ def nearest_class_mean(train: Tensor, labels: Tensor, test: Tensor) -> Tensor:
 
 
 def draw(labels: Tensor, images: int, seed: int) -> Tensor:
-    """Indices of random images, so many of each class."""
+    """Indices of `images` random images of each class."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     return torch.cat([order[labels[order] == label][:images] for label in labels.unique()])
 
@@ -201,7 +201,7 @@ def accuracy(predicted: Tensor, labels: Tensor) -> float:
 def ridge_accuracy(
     features: Tensor, labels: Tensor, images: int, seeds: Iterable[int]
 ) -> list[float]:
-    """Accuracy on the rest of one set after fitting so many images of each class."""
+    """Accuracy on the rest of one set after fitting `images` images of each class."""
     labels = labels.unique(return_inverse=True)[1]
     accuracies = []
     for seed in seeds:
@@ -213,7 +213,7 @@ def ridge_accuracy(
 
 
 def part_of(photographs: Photographs, images: int | None) -> Photographs:
-    """So many images of each class (default: all)."""
+    """`images` images of each class (default: all)."""
     if images is None:
         return photographs
     rows = draw(torch.from_numpy(photographs.labels), images, 0).sort().values.numpy()

@@ -65,7 +65,7 @@ class Recording:
         self.times.append(milliseconds)
 
     def draw(self, strokes: list[Stroke], every: int = 8) -> None:
-        """Draw strokes with the mouse; a frame every so many points."""
+        """Draw strokes with the mouse; a frame every few points."""
         box = self.page.locator("#canvas").bounding_box()
         for stroke in strokes:
             for number, (x, y) in enumerate(stroke):

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def write(split: Split, row: int, folder: Path, most: int) -> None:
-    """Write at most so many drawings of a class."""
+    """Write at most `most` drawings of a class."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, index in enumerate(np.flatnonzero(split.labels == row)[:most]):
         split.image(int(index)).save(folder / f"{number:02}.png")

@@ -77,9 +77,9 @@ class Benchmark(Section):
     stream: StreamOptions
     """How the data is cut into tasks."""
     measure_every: int = Field(default=1, ge=1)
-    """Evaluate after every so many tasks, and after the last. Forgetting needs every task (1), but
-    with thousands of tasks evaluation takes longer than training. Tasks in chunks are also
-    evaluated after their last chunk."""
+    """Evaluate each time this number of tasks is learned, and at the end. Forgetting needs every
+    task (1), but with thousands of tasks evaluation takes longer than training. Tasks in chunks are
+    also evaluated after their last chunk."""
     trials: int = Field(default=5, ge=1, le=10_000)
     """Number of trials. Trials differ in their seed, which sets class order, splits and initial
     values for all methods."""

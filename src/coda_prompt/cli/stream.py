@@ -29,7 +29,10 @@ def stream(
     chunk: Annotated[int, typer.Option(min=1, help="Most images of a lesson.")] = 100,
     idle: Annotated[
         float,
-        typer.Option(min=0, help="Learn fewer images after so many seconds without a new one."),
+        typer.Option(
+            min=0,
+            help="Learn an incomplete chunk after this number of seconds without a new image.",
+        ),
     ] = 10.0,
     every: options.Every = 0.5,
     backbone: options.Backbone = None,

@@ -266,7 +266,7 @@ def _group_numbers(groups: Groups, count: int) -> Integers:
 
 
 def _reduce(samples: Samples, images: int | None, field: str, seed: int) -> Samples:
-    """Return so many random samples of each class; None: all."""
+    """Return `images` random samples of each class; None: all."""
     if images is None:
         return samples
     return samples.subset(random_ranks(samples.labels, keyed(seed, field)) < images)

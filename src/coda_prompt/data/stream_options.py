@@ -86,8 +86,8 @@ class StreamOptions(BaseModel):
     """Probability that a class returns in each later task. Its images are divided among its tasks,
     so no image is learned twice."""
     chunk: int | None = Field(default=None, ge=1)
-    """Cut each task into tasks of at most so many random images (online learning). Default: all
-    images of a task arrive at once."""
+    """Cut each task into tasks of at most this number of random images (online learning). Default:
+    all images of a task arrive at once."""
     budget: Budget | None = None
     """What the training of each task may cost."""
     validation: bool = False

@@ -55,7 +55,7 @@ class LearnerProgress(console.ProgressBar):
 
 
 def warn(messages: Iterable[str], stacklevel: int = 3) -> None:
-    """Warn the caller of `learn`, which is so many calls away."""
+    """Warn the caller of `learn`, `stacklevel` calls away."""
     for message in messages:
         warnings.warn(message, CodaWarning, stacklevel=stacklevel)
 

@@ -1,4 +1,4 @@
-"""The only inference path: preprocess, batch, logits, probabilities, unknown rule, top-k."""
+"""From images to answers: preprocess, batch, logits, probabilities, unknown rule, top-k."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class TrainingPosition:
     spent: float = 0.0
 
     def after_epoch(self, images: int) -> TrainingPosition:
-        """Return the position after the current epoch, of which so many images were trained."""
+        """Return the position after the current epoch, of which `images` images were trained."""
         losses = [*self.losses, self.sum_of_losses / images]
         return TrainingPosition(self.task, self.stage, self.epoch + 1, 0, losses, spent=self.spent)
 

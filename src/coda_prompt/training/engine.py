@@ -51,8 +51,8 @@ class Engine(Trainer):
         Args:
             checkpointer: Saves the run; a run that it has saved before is resumed.
             result: The result of the resumed run so far, which is extended.
-            measure_every: Evaluate after every so many tasks and after the last; tasks in chunks
-                also after their last chunk.
+            measure_every: Evaluate each time this number of tasks is learned, and at the end; tasks
+                in chunks also after their last chunk.
         """
         if method.classes_seen:
             raise errors.BadOption(
@@ -206,7 +206,7 @@ class Engine(Trainer):
         return losses
 
     def _meter(self, stream: Stream, tasks: int) -> Meter | None:
-        """Return a meter with the budget of so many tasks of a stream, if it has one."""
+        """Return a meter with the budget of `tasks` tasks of a stream, if it has one."""
         budget = stream.budget
         if budget is None:
             return None
