@@ -137,7 +137,8 @@ class LearnedHashes(nn.Module):
 
 def hash_images(images: Labelled) -> Tensor:
     """Return the hashes of all images, N x BYTES in uint8."""
-    hashes = [image_hash(images.split.image(at, 2 * SIDE)) for at in range(len(images.split.labels))]
+    split = images.split
+    hashes = [image_hash(split.image(at, 2 * SIDE)) for at in range(len(split.labels))]
     return torch.from_numpy(np.stack(hashes))
 
 
