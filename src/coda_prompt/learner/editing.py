@@ -218,11 +218,12 @@ def join(classifier: EditableEstimator, others: Sequence[EditableEstimator]) -> 
             tasks = rewritten([*tasks, *other.network.tasks], {})
             names = [name for task in tasks for name in task.new]
             rows = [names.index(name) for name in other.classes_]
-            if other.network.detector is None:  # made by an earlier version
-                classifier.network.detector = None
+            mine, added = classifier.network.detector, other.network.detector
+            if mine is None or added is None or mine.width != added.width:
+                classifier.network.detector = None  # one was made by an earlier version
             pairs = zip(additive_states(classifier), additive_states(other), strict=False)
-            for state, added in pairs:
-                state.absorb(added, rows)
+            for state, others_state in pairs:
+                state.absorb(others_state, rows)
     edit = _edit(tasks, f"joined {1 + len(others)} models", [])
     classifier._replace(previous, tasks, edit)
 

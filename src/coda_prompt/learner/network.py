@@ -17,6 +17,7 @@ from coda_prompt.learner import calibration, duplicates, store
 from coda_prompt.learner.duplicates import LearnedHashes
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.store import Description, EditRecord, TaskRecord
+from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import PREFIX, UnknownDetector
 from coda_prompt.methods.additive import is_removable, removable_options
 from coda_prompt.methods.options import make_config
@@ -76,9 +77,8 @@ class Network:
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
         self.method.eval()
-        self.detector: UnknownDetector | None = UnknownDetector(
-            self.backbone.vit.config.width, is_removable(self.method)
-        )
+        self.prior = Prior.of(self.backbone)
+        self.detector: UnknownDetector | None = self._new_detector()
         """Statistics to recognise unknown images; None in models of earlier versions."""
         self.hashes = LearnedHashes()
         pocket = self.backbone_name == "pocket"
@@ -92,6 +92,13 @@ class Network:
             else Views(self.backbone.preprocessing)
         )
         self.set_tasks([])
+
+    def _new_detector(self, class_tokens_only: bool = False) -> UnknownDetector:
+        """Return a detector of unknown images that has learned nothing."""
+        width, removable = self.backbone.vit.config.width, is_removable(self.method)
+        if self.prior is None or class_tokens_only:
+            return UnknownDetector(width, removable)
+        return UnknownDetector(self.prior.width, removable, self.prior)
 
     @property
     def fingerprint(self) -> str:
@@ -191,13 +198,16 @@ class Network:
                 raise errors.CorruptFile(
                     path, "it has numbers that cannot be: negative counts, NaN or inf"
                 )
-        detector = UnknownDetector(self.method.vit_config.width, is_removable(self.method))
         statistics = {name for name in model.tensors if name.startswith(PREFIX)}
         seen = {name for name in model.tensors if name.startswith(duplicates.PREFIX)}
         tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics - seen}
         self.method.load_learned_state(tensors)
         if self.method.classes_seen != len(model.description.classes):
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
+        # A model of an earlier version has statistics of class tokens only.
+        sums = model.tensors.get(f"{PREFIX}moments.sums.frozen")
+        width = self.method.vit_config.width
+        detector = self._new_detector(sums is not None and sums.shape[-1] == width)
         if statistics and not detector.load(
             {name: model.tensors[name] for name in statistics}, self.method.classes_seen
         ):
