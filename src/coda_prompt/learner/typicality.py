@@ -38,10 +38,16 @@ PRIOR_WEIGHTS = {
     "relative Mahalanobis distance": 1.0,
     "whitened cosine": 1.0,
     "whitened cosine to the classes of the prior": -0.25,
+    "Mahalanobis distance": 1.0,
 }
 """The same with a prior."""
+FAR = 6.0
+"""With a prior, the distance counts from here on, in standard deviations: it recognises images that
+are no drawings, and says little about others."""
 PRIOR_IMAGES = 2400
 """The prior counts as so many images in means and covariances."""
+MIN_DEPTH = 0.3
+"""With one class and no prior, samples of the class and of all images are the same."""
 BINS = 256
 SAMPLES = 512
 """Features sampled from the class Gaussians to standardise scores."""
@@ -114,9 +120,24 @@ class Gaussians(nn.Module):
         self.register_buffer("class_means", (self.means - mean) @ whitening)
         self.register_buffer("prior_means", (prior_means - mean) @ whitening)
         background = torch.zeros_like(covariance)
+        self.total_factor = torch.linalg.cholesky(total)
+        """Cholesky factor of the covariance of all images."""
         if prior is not None or len(self.means) > 1:  # else its images are all images
-            background = _inverse_transposed(torch.linalg.cholesky(total))
+            background = _inverse_transposed(self.total_factor)
         self.register_buffer("background", background)
+
+    def sample_classes(self) -> Tensor:
+        """Sample features from the classes, the same number from each."""
+        rows = torch.arange(SAMPLES) * len(self.means) // SAMPLES
+        generator = keyed_generator(0, "samples of known classes")
+        noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
+        return self.means[rows] + noise @ self.factor.T
+
+    def sample_background(self) -> Tensor:
+        """Sample features from all images."""
+        generator = keyed_generator(0, "samples of all images")
+        noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
+        return self.mean + noise @ self.total_factor.T
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute measures, B each; all but the last are larger for typical images.
@@ -156,6 +177,7 @@ class UnknownScorer(nn.Module):
     projection: Tensor
     center: Tensor
     spread: Tensor
+    depth: Tensor
     histogram: Tensor
 
     def __init__(
@@ -173,26 +195,36 @@ class UnknownScorer(nn.Module):
         self.register_buffer("projection", _projection(moments.sums.frozen.shape[1]))
         self.register_buffer("histogram", histogram.double())
         if like is None:
-            sampled = self.measures(_sample(self.plain.means, self.plain.factor))
+            sampled = self.measures(self.plain.sample_classes())
             center, spread = sampled.mean(dim=0), sampled.std(dim=0).clamp(min=1e-12)
         self.register_buffer("center", center if like is None else like.center)
         self.register_buffer("spread", spread if like is None else like.spread)
+        self.register_buffer("depth", torch.ones((), dtype=self.center.dtype))
+        if like is None:
+            self.depth = -self.standardised(self.plain.sample_background()).mean()
+        self.depth = (self.depth if like is None else like.depth).clamp(min=MIN_DEPTH)
 
     def measures(self, features: Tensor) -> Tensor:
         """Compute the measures of `WEIGHTS`, or of `PRIOR_WEIGHTS` with a prior, B x measures."""
         relative, cosine, distance, other = self.plain(features)
         if self.random is None:
-            return torch.stack([relative, cosine, other], dim=1)
+            return torch.stack([relative, cosine, other, distance], dim=1)
         hidden = (features @ self.projection).abs()
         random_relative, random_cosine, random_distance, _ = self.random(hidden)
         measures = [relative, cosine, random_relative, random_cosine, distance, random_distance]
         return torch.stack(measures, dim=1)
 
     def standardised(self, features: Tensor) -> Tensor:
-        """Compute the scores, B: a weighted mean of the standardised measures."""
+        """Compute the scores, B: a weighted mean of the standardised measures.
+
+        0 is the mean of samples of known classes, -1 that of samples of all images.
+        """
         measures = (self.measures(features) - self.center) / self.spread
+        if self.random is None:
+            far = (measures[:, -1:] + FAR).clamp(max=0)
+            measures = torch.cat([measures[:, :-1], far], dim=1)
         weights = measures.new_tensor(self.weights)
-        return measures @ (weights / weights.abs().sum())
+        return measures @ (weights / weights.abs().sum()) / self.depth
 
     def typicality(self, scores: Tensor) -> Tensor:
         """Return the share of images of known classes whose score is not above each of `scores`.
@@ -254,12 +286,11 @@ def _inverse_transposed(factor: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor, identity, upper=False).T.contiguous()
 
 
-def _sample(means: Tensor, factor: Tensor) -> Tensor:
-    """Sample features from Gaussians around class means, the same number for each class."""
-    rows = torch.arange(SAMPLES) * len(means) // SAMPLES
-    generator = keyed_generator(0, "samples of known classes")
-    noise = torch.randn(SAMPLES, means.shape[1], dtype=means.dtype, generator=generator)
-    return means[rows] + noise @ factor.T
+def rescaled_histogram(histogram: Tensor, depth: Tensor) -> Tensor:
+    """Convert histograms of an earlier version, whose scores were not divided by `depth`."""
+    centres = (torch.arange(BINS, dtype=depth.dtype) + 0.5) / BINS * 2 - 1
+    bins = histogram_bins(centres / (1 - centres.abs()) / depth)
+    return torch.zeros_like(histogram).index_add(1, bins, histogram)
 
 
 def _squashed(scores: Tensor) -> Tensor:

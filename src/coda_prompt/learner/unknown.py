@@ -8,8 +8,9 @@ docs/lab/unknown.md compares them.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
-features sampled from the current class Gaussians, and what is stored of a lesson is a histogram of
-the standardised scores of its images, computed by cross-validation.
+features sampled from the current class Gaussians and from the Gaussian of all images, and what is
+stored of a lesson is a histogram of the standardised scores of its images, computed by
+cross-validation.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from coda_prompt.learner.typicality import (
     UnknownScorer,
     histogram_bins,
     random_features,
+    rescaled_histogram,
 )
 from coda_prompt.methods.additive import absorb_rows, other_rows, unite_rows
 from coda_prompt.methods.bank import Bank
@@ -102,8 +104,6 @@ class UnknownDetector(nn.Module):
         self.hidden = FeatureMoments(HIDDEN, removable=removable) if prior is None else None
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
-        self.known_images = Bank(dtype=torch.int64)
-        """Images in the statistics when those of a class were last scored."""
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         """Features, labels and the number of classes of lessons that are not added yet."""
 
@@ -133,14 +133,9 @@ class UnknownDetector(nn.Module):
         return UnknownScorer(self.moments, self.hidden, self.histogram(), self.prior)
 
     def histogram(self) -> Tensor:
-        """Return the histogram of the scores of known images.
-
-        Scores from when less than half as many images were known are left out: they are of less
-        precise statistics.
-        """
+        """Return the histogram of the scores of known images."""
         self._add_pending()
-        known = self.known_images.frozen
-        return self.scores.frozen[2 * known >= known.max(dim=0, keepdim=True).values].sum(dim=0)
+        return self.scores.frozen.sum(dim=0)
 
     # -- the state in a model
 
@@ -160,6 +155,7 @@ class UnknownDetector(nn.Module):
             Whether the tensors fit the backbone and the number of classes.
         """
         state = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        earlier = state.pop("known_images.frozen", None) is not None  # of an earlier version
         if state.keys() != self.state_dict().keys():
             return False
         for name, module in self.named_modules():
@@ -169,8 +165,16 @@ class UnknownDetector(nn.Module):
         if any(own[name].shape != tensor.shape for name, tensor in state.items()):
             return False
         self.load_state_dict(state)
-        rows = {len(self.scores), len(self.known_images)}
-        return rows == {classes} and all(part.is_consistent(classes) for part in self._parts())
+        consistent = all(part.is_consistent(classes) for part in self._parts())
+        if not consistent or len(self.scores) != classes:
+            return False
+        if earlier:
+            try:
+                depth = self.scorer().depth
+            except torch.linalg.LinAlgError:  # second moments that cannot be
+                return False
+            self.scores.frozen = rescaled_histogram(self.scores.frozen, depth)
+        return True
 
     # -- editing: see methods/additive.py
 
@@ -178,16 +182,13 @@ class UnknownDetector(nn.Module):
         self._add_pending()
         for part in self._parts():
             part.drop_classes(rows)
-        for bank in (self.scores, self.known_images):
-            bank.keep(other_rows(len(bank), rows))
+        self.scores.keep(other_rows(len(self.scores), rows))
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
         self._add_pending()
         for part in self._parts():
             part.unite_classes(rows, into)
         unite_rows(self.scores, rows, into)
-        self.known_images.frozen[into] = self.known_images.frozen[list(rows)].max()
-        self.known_images.keep(other_rows(len(self.known_images), [r for r in rows if r != into]))
 
     def absorb(self, other: UnknownDetector, rows: Sequence[int]) -> None:
         self._add_pending()
@@ -195,9 +196,6 @@ class UnknownDetector(nn.Module):
         for part, added in zip(self._parts(), other._parts(), strict=True):
             part.absorb(added, rows)
         absorb_rows(self.scores, other.scores, rows)
-        self.known_images.append([0] * (len(self.scores) - len(self.known_images)))
-        for row, known in zip(rows, other.known_images.frozen, strict=True):
-            self.known_images.frozen[row] = self.known_images.frozen[row].maximum(known)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; their scores stay with the class they were taught as."""
@@ -213,7 +211,6 @@ class UnknownDetector(nn.Module):
         for part in self._parts():
             part.grow(classes)
         self.scores.append(torch.zeros(classes - len(self.scores), BINS))
-        self.known_images.append([0] * (classes - len(self.known_images)))
 
     def _parts(self) -> list[FeatureMoments]:
         return [self.moments] if self.hidden is None else [self.moments, self.hidden]
@@ -247,9 +244,6 @@ class UnknownDetector(nn.Module):
                 bins = histogram_bins(scorer.standardised(features[inside]))
                 scores = scores.index_add(0, labels[inside], F.one_hot(bins, BINS))
         self.scores.frozen = scores
-        known = self.known_images.frozen.clone()
-        known[labels] = self.moments.counts.frozen.sum()
-        self.known_images.frozen = known
 
 
 def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> FeatureMoments:
