@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -215,6 +216,64 @@ def test_a_non_finite_gradient_of_a_finite_loss_is_detected() -> None:
     method.loss = steep  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLoss, match="task 1, epoch 1, step 1"):
         Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=64)).learn(method, task)
+    assert method.classes_seen == 0
+    assert all(bool(parameter.isfinite().all()) for parameter in method.parameters())
+
+
+SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+
+
+@pytest.mark.parametrize("queries", ["exact", "cached"])
+@pytest.mark.parametrize("name", ["coda-p", "dualprompt", "l2p++", "ft++"])
+def test_the_host_waits_for_losses_once_in_ten_steps(
+    name: str, queries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def counted(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            # The counters of an optimizer are tensors of the host on every device.
+            calls += not sys._getframe(1).f_globals["__name__"].startswith("torch.optim")
+            return real(*arguments, **options)
+
+        return call
+
+    def waits(steps: int) -> tuple[int, list[float]]:
+        nonlocal calls
+        (task,) = make_stream(patterns(4, 2 * steps), tasks=1).tasks
+        method = methods.make(name, tiny_vit())
+        engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8, queries=queries))
+        engine.wait_every = 10
+        calls = 0
+        losses = engine.learn(method, task)
+        return calls, losses
+
+    every_step = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8, queries=queries))
+    (task,) = make_stream(patterns(4, 40), tasks=1).tasks
+    expected = every_step.learn(methods.make(name, tiny_vit()), task)
+    for method in SYNCHRONISING:
+        monkeypatch.setattr(torch.Tensor, method, counted(getattr(torch.Tensor, method)))
+    (few, losses), (many, _) = waits(20), waits(60)
+    assert losses == expected, "waiting less does not change the training"
+    assert many - few == 4
+
+
+def test_a_non_finite_loss_is_noticed_when_the_host_waits() -> None:
+    (task,) = make_stream(patterns(4, 40), tasks=1).tasks
+    method = methods.make("ft++", tiny_vit())
+    loss, calls = method.loss, []
+
+    def breaks(batch: TrainingBatch) -> Loss:
+        calls.append(len(batch.labels))
+        found = loss(batch)
+        return found._replace(mean=found.mean * math.inf) if len(calls) == 4 else found
+
+    method.loss = breaks  # type: ignore[method-assign]
+    engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8))
+    engine.wait_every = 10
+    with pytest.raises(NonFiniteLoss, match="task 1, epoch 1, step 10"):
+        engine.learn(method, task)
     assert method.classes_seen == 0
     assert all(bool(parameter.isfinite().all()) for parameter in method.parameters())
 

@@ -76,12 +76,40 @@ def test_all_else_is_left_to_torch(calls: list[str]) -> None:
     double = frozen().double()
     assert double(inputs.double()).dtype == torch.float64
     assert frozen()(inputs[:0]).shape == (0, 5, 40)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert frozen()(inputs).dtype == torch.bfloat16
     assert frozen().to("meta")(inputs.to("meta")).shape == (2, 5, 40)
     with torch.backends.mkldnn.flags(enabled=False):
         frozen()(inputs)
     assert calls == []
+
+
+def test_frozen_weights_are_cast_once_for_autocast() -> None:
+    layer, inputs = frozen(), torch.randn(2, 5, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, again = layer(inputs), layer(inputs, slice(8, None))
+        expected = F.linear(inputs, layer.weight, layer.bias)
+        cast = layer._cast
+        assert cast is not None
+        layer(inputs)
+        assert layer._cast is cast, "no second cast"
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert_close(again, expected[..., 8:], atol=0.02, rtol=0.02)
+    (gradient,) = torch.autograd.grad(found.float().sum(), inputs)
+    assert_close(gradient, layer.weight.sum(dim=0).expand_as(inputs), atol=0.05, rtol=0.02)
+    layer.weight.mul_(2)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert_close(
+            layer(inputs), F.linear(inputs, layer.weight, layer.bias), atol=0.03, rtol=0.02
+        )
+    assert "_cast" not in layer.state_dict()
+
+
+def test_trained_weights_are_not_cast_in_advance() -> None:
+    layer, inputs = Linear(24, 40), torch.randn(3, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(inputs).sum().backward()
+    assert layer._cast is None
+    assert layer.weight.grad is not None
 
 
 def test_trainable_bias_and_functional_gradients_use_torch(calls: list[str]) -> None:

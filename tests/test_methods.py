@@ -307,9 +307,7 @@ def _views(tasks: tuple[Task, ...]) -> list[tuple[torch.Tensor, int, int]]:
     for task in tasks:
         order = [list(range(len(task.train)))]
         (batch,) = batches(task.train, PLAIN_VIEWS, order)
-        found += list(
-            zip(batch.images, batch.labels.tolist(), batch.positions.tolist(), strict=True)
-        )
+        found += list(zip(batch.images, batch.labels.tolist(), batch.positions, strict=True))
     return found
 
 

@@ -585,6 +585,99 @@ def test_archive_of_other_files_is_rejected(tmp_path: Path) -> None:
         paper_source("cifar-100", tmp_path)
 
 
+# --- benchmarks of pre-trained models ---
+
+
+def write_images(root: Path, names: list[str]) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 8)).save(root / name)
+
+
+def write_cub(folder: Path) -> None:
+    """Two classes of two images in the layout of the archive; one of each is for training."""
+    names = ["001.Albatross/a_2.jpg", "001.Albatross/a_1.jpg", "002.Auk/b_1.jpg", "002.Auk/b_2.jpg"]
+    write_images(folder / "images", names)
+    lists = {
+        "images.txt": names,
+        "image_class_labels.txt": ["1", "1", "2", "2"],
+        "train_test_split.txt": ["0", "1", "1", "0"],
+        "classes.txt": ["001.Albatross", "002.Auk"],
+    }
+    for file, values in lists.items():
+        lines = [f"{number} {value}\n" for number, value in enumerate(values, 1)]
+        (folder / file).write_text("".join(lines))
+
+
+def test_cub_has_its_official_split(tmp_path: Path) -> None:
+    write_cub(tmp_path / "CUB_200_2011")
+    source = paper_source("cub-200", tmp_path)
+    assert source.class_names == ("001.Albatross", "002.Auk")
+    assert [os.path.basename(path) for path in paths(source.train)] == ["a_1.jpg", "b_1.jpg"]
+    assert [os.path.basename(path) for path in paths(source.test)] == ["a_2.jpg", "b_2.jpg"]
+    assert (source.train.labels.tolist(), source.test.labels.tolist()) == ([0, 1], [0, 1])
+    assert source.train.image(0).size == (9, 8)
+
+
+def test_incomplete_lists_of_cub_are_rejected(tmp_path: Path) -> None:
+    folder = tmp_path / "CUB_200_2011"
+    write_cub(folder)
+    (folder / "image_class_labels.txt").write_text("1 1\n2 1\n3 9\n4 2\n")
+    with pytest.raises(CorruptFile, match=r"class 9 is not in classes\.txt"):
+        paper_source("cub-200", tmp_path)
+    (folder / "image_class_labels.txt").write_text("1 1\n2 1\n3 2\n")
+    with pytest.raises(CorruptFile, match="do not list the same images"):
+        paper_source("cub-200", tmp_path)
+    (folder / "image_class_labels.txt").write_text("1 1\n2\n")
+    with pytest.raises(CorruptFile, match="line 2 is not a number and a value"):
+        paper_source("cub-200", tmp_path)
+    (folder / "image_class_labels.txt").unlink()
+    with pytest.raises(MissingData, match=r"image_class_labels\.txt: there is no such file"):
+        paper_source("cub-200", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("cub-200", "cub"), *((name, name) for name in ("imagenet-a", "objectnet", "vtab"))],
+)
+def test_subsets_are_read_from_train_and_test_folders(
+    name: str, folder: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MissingData, match=rf"LAMDA-PILOT.*{folder}/"):
+        paper_source(name, tmp_path)
+    files = [f"{part}/{each}/1.jpg" for part in ("train", "test") for each in ("b", "a")]
+    write_images(tmp_path / folder, files)
+    source = paper_source(name, tmp_path)
+    assert (source.name, source.class_names, source.notes) == (name, ("a", "b"), ())
+    write_images(tmp_path / "other" / folder, ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"])
+    unsplit = paper_source(name, tmp_path / "other")
+    assert "the split is not the published one" in unsplit.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks", "classes"),
+    [
+        ("cifar-100-b0-inc5", 20, 100),
+        ("cifar-100-b0-inc10", 10, 100),
+        ("imagenet-r-b0-inc5", 40, 200),
+        ("imagenet-r-b0-inc20", 10, 200),
+        ("cub-200-b0-inc10", 20, 200),
+        ("imagenet-a-b0-inc20", 10, 200),
+        ("objectnet-b0-inc10", 20, 200),
+        ("omnibenchmark-b0-inc30", 10, 300),
+        ("vtab-b0-inc10", 5, 50),
+    ],
+)
+def test_b0_inc_presets_follow_the_protocol(name: str, tasks: int, classes: int) -> None:
+    preset = load_benchmark(name)
+    assert (preset.stream.tasks, preset.classes) == (tasks, classes)
+    assert classes / tasks == float(name.rpartition("inc")[2])
+    shuffled = name != "vtab-b0-inc10"
+    assert preset.stream.order_seed == (1993 if shuffled else None)
+    assert (preset.trials, preset.first_seed) == (1, 1993 if shuffled else 0)
+    assert set(METHODS) <= set(preset.methods)
+
+
 # --- ImageNet-R ---
 
 
@@ -798,7 +891,7 @@ def test_partially_extracted_domainnet_is_rejected(tmp_path: Path) -> None:
 def test_missing_dataset_error_says_what_to_download_and_where_to_put_it(
     name: str, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert set(PAPER_DATASETS) == {"cifar-100", "imagenet-r", "domainnet"}
+    assert name in PAPER_DATASETS
     for root in (None, tmp_path, tmp_path / "none"):
         with pytest.raises(MissingData) as error:
             paper_source(name, root)

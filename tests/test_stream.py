@@ -77,6 +77,16 @@ def test_seed_0_gives_the_natural_order() -> None:
     assert class_order(5, 0) == (0, 1, 2, 3, 4)
 
 
+def test_order_seed_gives_the_order_of_the_b0_inc_protocols() -> None:
+    # The order of iCaRL and its successors for 100 classes.
+    published = [68, 56, 78, 8, 23, 84, 90, 65, 74, 76, 40, 89, 3, 92, 55, 9, 26, 80, 43, 38]
+    for seed in (0, 1993):
+        stream = make_stream(make_source(100, 1), tasks=10, order_seed=1993, seed=seed)
+        assert list(stream.class_order[:20]) == published
+    with pytest.raises(BadOption, match="leave out order_seed"):
+        make_stream(make_source(2, 1), class_lists=[["c0"], ["c1"]], order_seed=1)
+
+
 # --- cutting ---
 
 

@@ -3,8 +3,9 @@
     PYTHONPATH=src python tools/probe_photo.py FILE --data DIR --cache DIR --lite lite0:224
 
 CIFAR-100: ridge regression and nearest class mean on frozen features of 20 random training images
-per class, all test images, seeds 0 to 2. Tiny-ImageNet: accuracy of the classifier of the training
-(`--head`) on the validation images. `--folder` adds photographs of ordinary size: a folder of class
+per class, all test images, seeds 0 to 2. Tiny-ImageNet: accuracy on the validation images, of the
+classifier of the training (`--head`) and of ridge regression on the features of training images
+(`--tiny-train-images` per class). `--folder` adds photographs of ordinary size: a folder of class
 folders, 15 random images per class to fit and up to 15 others to test. `--sizes` repeats all of it
 at other input sizes. `--lite` adds an
 EfficientNet-lite; features are computed in onnxruntime (five times as fast as torch, equal to
@@ -249,9 +250,21 @@ def probe_cifar(
 
 
 def probe_tiny(
-    features: Features, data: Path, images: int | None, head: Path | None
+    features: Features,
+    data: Path,
+    images: int | None,
+    head: Path | None,
+    train_images: int | None,
 ) -> dict[str, float]:
-    """Tiny-ImageNet validation: the classifier of the training, and a ridge probe within it."""
+    """Tiny-ImageNet validation: the classifier of the training, and ridge probes.
+
+    Args:
+        features: To probe.
+        data: Folder of the arrays.
+        images: Validation images per class; None: all.
+        head: The classifier of the training.
+        train_images: Training images per class for a ridge probe; None: without it.
+    """
     val = part_of(load(data, "tiny-val"), images)
     labels = torch.from_numpy(val.labels)
     tokens = extract(features, val.images)
@@ -260,6 +273,10 @@ def probe_tiny(
         layer = {name: tensor.float() for name, tensor in load_file(head).items()}
         predicted = F.linear(tokens, layer["weight"], layer["bias"]).argmax(1)
         figures["tiny_val"] = 100 * accuracy(predicted, labels)
+    if train_images is not None:
+        train = part_of(load(data, "tiny-train"), train_images)
+        predicted = ridge(extract(features, train.images), torch.from_numpy(train.labels), tokens)
+        figures["tiny_val_ridge_of_training_images"] = 100 * accuracy(predicted, labels)
     if images is None:
         figures["tiny_ridge"] = 100 * ridge_accuracy(tokens, labels, 20, [0])[0]
     return figures
@@ -318,6 +335,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--test-images", type=int, help="CIFAR-100 per class; default: all")
     parser.add_argument("--val-images", type=int, help="Tiny-ImageNet per class; default: all")
+    parser.add_argument("--tiny-train-images", type=int, help="per class, for a ridge probe")
     parser.add_argument("--folder", type=Path, help="photographs of ordinary size")
     parser.add_argument("--no-cifar", action="store_true", help="Tiny-ImageNet only")
     parser.add_argument("--threads", type=int, default=2)
@@ -332,7 +350,9 @@ def main() -> None:
             features = VitFeatures(vit)
             figures: dict[str, Any] = {"model": path.name, "size": size}
             figures["cpu_seconds_per_image"] = cpu_seconds(features, timed)
-            figures |= probe_tiny(features, options.data, options.val_images, options.head)
+            figures |= probe_tiny(
+                features, options.data, options.val_images, options.head, options.tiny_train_images
+            )
             if options.folder is not None:
                 figures |= probe_folder(vit, options.folder, options.seeds)
             if not options.no_cifar:

@@ -218,16 +218,25 @@ def _for_all_methods(
 
 
 def _load_fields(name_or_path: str) -> dict[str, Any]:
-    """Read the fields of a preset; `like: other` inherits the other fields of that preset."""
+    """Read the fields of a preset; `like: other` inherits the other fields of that preset.
+
+    A field replaces the inherited one, with all its sections. In the section `changes`, only the
+    fields that it names are replaced: `changes: {methods: {coda-p: {training: {epochs: 5}}}}`.
+    """
     fields = read_fields(name_or_path, "benchmark", "presets")
     base = fields.pop("like", None)
     if base is None:
         return fields
+    changes = fields.pop("changes", {})
+    if not isinstance(changes, dict):
+        problem = "must contain fields of a benchmark"
+        raise BadOption(f"benchmark {name_or_path}", "changes", problem)
     if not isinstance(base, str):
         raise BadOption(f"benchmark {name_or_path}", "like", "must be the name of a preset")
     inherited = _load_fields(base)
     inherited.pop("minutes", None)  # it is that of the other preset
-    return {**inherited, **fields}
+    merged: dict[str, Any] = _merge_nested({**inherited, **fields}, changes)
+    return merged
 
 
 def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from coda_prompt.data.assignment import keyed
 from coda_prompt.data.sources import Source
 from coda_prompt.data.stream_options import StreamOptions
@@ -32,6 +34,9 @@ def class_groups(source: Source, options: StreamOptions, seed: int) -> Groups:
     if options.class_lists is not None:
         return _from_lists(source.class_names, options.class_lists, "class")
     order = class_order(len(source.class_names), seed)
+    if options.order_seed is not None:
+        drawn = np.random.RandomState(options.order_seed).permutation(len(order))
+        order = tuple(drawn.tolist())
     if options.tasks is None and options.classes_per_task is None:
         return [order]
     return _cut(order, _class_sizes(len(order), options, seed))

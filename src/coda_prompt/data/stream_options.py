@@ -56,6 +56,9 @@ class StreamOptions(BaseModel):
     """Classes of each group; the last may have fewer."""
     class_lists: tuple[tuple[str, ...], ...] | None = None
     """Class names of each group, in this order in every trial."""
+    order_seed: int | None = Field(default=None, ge=0, lt=2**32)
+    """Draw the class order in every trial with NumPy's `permutation` after this seed, as the
+    protocols named B0-Inc do (they use 1993). Default: the order of the trial's own seed."""
     base_classes: int | None = Field(default=None, ge=1)
     """Classes of the first group, instead of its equal share."""
     random_sizes: bool = False
@@ -112,6 +115,8 @@ class StreamOptions(BaseModel):
             raise ValueError("class_lists cannot be combined with base_classes and random_sizes")
         if self.random_sizes and self.tasks is None:
             raise ValueError("random_sizes needs the number of tasks")
+        if self.class_lists is not None and self.order_seed is not None:
+            raise ValueError("class_lists name the order; leave out order_seed")
         if self.base_classes is not None and self.random_sizes:
             raise ValueError("give only one of base_classes and random_sizes")
         return self

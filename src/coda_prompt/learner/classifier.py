@@ -315,8 +315,7 @@ class ContinualClassifier(EditableEstimator):
         """Return calibrated probabilities, images x classes, in the order of `classes_`."""
         predictor, images = self.predictor, image_items(data)
         split = MemorySplit(images, np.zeros(len(images), np.int64))
-        logits = predictor.split_logits(split, range(len(images)))
-        return predictor.calibrated(logits).numpy()
+        return predictor.calibrated(predictor.split_logits(split)).numpy()
 
     def score(self, data: Any, labels: Any = None) -> float:
         """Return the share of images that are classified correctly."""

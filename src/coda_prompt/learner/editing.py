@@ -172,11 +172,11 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
         samples = Samples(images.split, np.arange(len(labels)), labels)
         network, method = classifier.network, classifier.network.method
         engine = Engine(network.views, network.training, fabric=network.fabric)
-        features, _ = engine._features_and_queries(method, samples)
+        features, _ = engine.features_and_queries(method, samples)
         if new:
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)
-        tokens, _ = engine._plain_tokens(method, samples)
+        tokens, _ = engine.plain_tokens(method, samples)
         hashes = hash_images(images) if len(network.hashes) else torch.zeros(len(rows), 0)
         for state in states:
             own = tokens if isinstance(state, UnknownDetector) else features

@@ -48,16 +48,14 @@ def evaluate(
     truth = rows(images.names, classes)[images.split.labels]
     separated = None
     if unknown is None:
-        logits = predictor.split_logits(images.split, range(len(truth)), on_event=on_event)
+        logits = predictor.split_logits(images.split, on_event=on_event)
     else:
         predictor.check(UnknownRule(rate=unknown_rate))
         others = MemorySplit(unknown, np.zeros(len(unknown), np.int64))
         logits, known = predictor.split_logits(
-            images.split, range(len(truth)), typicality=True, on_event=on_event
+            images.split, typicality=True, on_event=on_event
         ).tensor_split([len(classes)], dim=1)
-        strange = predictor.split_logits(
-            others, range(len(unknown)), typicality=True, on_event=on_event
-        )
+        strange = predictor.split_logits(others, typicality=True, on_event=on_event)
         separated = separation(known[:, 0], strange[:, -1], unknown_rate)
     matrix = ConfusionMatrix.count(truth, logits.argmax(dim=1), classes)
     tasks = []

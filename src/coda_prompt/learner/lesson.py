@@ -49,7 +49,7 @@ def make_task(network: Network, images: Labelled, validation: float) -> Task:
         raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
     index, known = len(network.tasks), network.classes
     names = [*known, *(name for name in images.names if name not in known)]
-    own = rows(images.names, names).numpy()
+    own = np.array([names.index(name) for name in images.names])
     labels = own[images.split.labels]
     held_out = np.zeros(len(labels), bool)
     # The same for every lesson, so that a lesson holds out the same images in any model.
@@ -106,10 +106,8 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
     new = [name for name in images.names if name not in known]
     predictions: dict[str, dict[str, int]] = {}
     if len(task.test):
-        labels, indices = torch.from_numpy(task.test.labels), task.test.indices.tolist()
-        logits = network.predictor.split_logits(
-            task.test.split, indices, stop=engine.should_stop, on_event=engine.on_event
-        )
+        labels = torch.from_numpy(task.test.labels)
+        logits = engine.logits(network.method, task.test)
         if logits.shape[1] > 1:
             temperature = calibration.fit_temperature(logits, labels, temperature)
             fitted_on = len(labels)
@@ -177,9 +175,8 @@ def known_accuracies(
     indices = np.flatnonzero(np.isin(images.split.labels, wanted))
     if not len(indices):
         return {}
-    truth = [images.names[label] for label in images.split.labels[indices]]
-    logits = network.predictor.split_logits(
-        images.split, indices.tolist(), stop=engine.should_stop, on_event=engine.on_event
-    )
+    labels = images.split.labels[indices]
+    truth = [images.names[label] for label in labels]
+    logits = engine.logits(network.method, Samples(images.split, indices, labels))
     correct = logits.argmax(dim=1) == rows(truth, names)
     return accuracy_by_class(images, indices, correct)

@@ -16,7 +16,7 @@ from torch import Tensor
 from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.data.inputs import as_image
 from coda_prompt.data.sources import Split
-from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted
+from coda_prompt.errors import BadImage, BadImages, BadOption
 from coda_prompt.learner.typicality import UnknownScorer
 from coda_prompt.learner.unknown import (
     EVERYTHING_KNOWN,
@@ -207,37 +207,24 @@ class Predictor:
     def split_logits(
         self,
         split: Split,
-        indices: Sequence[int],
         *,
         typicality: bool = False,
-        stop: Callable[[], bool] = lambda: False,
         on_event: OnEvent | None = None,
     ) -> Tensor:
-        """Return the logits of images of a split, N x classes in float64 on the CPU.
+        """Return the logits of all images of a split, N x classes in float64 on the CPU.
 
         Args:
             split: Where the images are read from, a batch at a time.
-            indices: Which images of the split.
             typicality: Append a column: how typical each image is of the learned classes.
-            stop: Polled after each batch; once true, this raises Interrupted.
             on_event: Called with the progress after each batch.
 
         Raises:
             BadImages: Images of a batch that cannot be read.
-            Interrupted: `stop` became true.
         """
+        batches = self._batches(split.image, len(split), None, on_event)
+        tables = [self.logits(views, typicality=typicality) for _, views in batches]
         columns = self.method.classes_seen + typicality
-        table = torch.zeros(len(indices), columns, dtype=torch.float64)
-        for positions, views in self._batches(
-            lambda position, side: split.image(int(indices[position]), side),
-            len(indices),
-            None,
-            on_event,
-        ):
-            table[positions] = self.logits(views, typicality=typicality)
-            if stop():
-                raise Interrupted
-        return table
+        return torch.cat(tables) if tables else torch.zeros(0, columns, dtype=torch.float64)
 
     def predict(
         self,

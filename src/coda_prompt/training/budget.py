@@ -23,8 +23,6 @@ from coda_prompt.data.stream_options import Budget
 class Meter:
     """Counts the cost of what runs inside it: multiply-adds or seconds, as its budget says.
 
-    Without a budget it counts nothing, and its limit is infinite.
-
     Args:
         budget: What may be spent.
         reduce: Returns the `sum` or `mean` of a value over all processes.
@@ -37,16 +35,14 @@ class Meter:
 
     def __init__(
         self,
-        budget: Budget | None = None,
+        budget: Budget,
         reduce: Callable[[float, str], float] = lambda value, operation: value,
     ) -> None:
         self._reduce = reduce
-        self._operations = MultiplyAddCounter() if budget and budget.multiply_adds else None
+        self._operations = MultiplyAddCounter() if budget.multiply_adds else None
         self._started: float | None = None
         self._before = 0.0
-        limits = (budget.multiply_adds, budget.seconds) if budget else ()
-        self.limit = next((limit for limit in limits if limit is not None), math.inf)
-        self.active = budget is not None
+        self.limit = next(each for each in (budget.multiply_adds, budget.seconds) if each)
 
     def __enter__(self) -> Meter:
         self._started = time.monotonic()
@@ -66,8 +62,8 @@ class Meter:
 
     @property
     def spent(self) -> float:
-        """What was spent so far, by all processes; 0 without a budget."""
-        if not self.active or self._started is None:
+        """What was spent so far, by all processes."""
+        if self._started is None:
             return self._before
         if self._operations is not None:
             return self._before + self._reduce(self._operations.count, "sum")
@@ -75,8 +71,7 @@ class Meter:
 
     def restore(self, spent: float) -> None:
         """Continue from what an interrupted training had spent."""
-        if self.active:
-            self._before += spent - self.spent
+        self._before += spent - self.spent
 
 
 class MultiplyAddCounter(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The engine: trains and evaluates any method; the only backward pass and optimizers.
+"""The engine: learns the tasks of a stream with any method, and evaluates what was learned.
 
 Fabric provides devices, precision and several processes. Batches are global: each process trains on
 its share, and losses and gradients are reduced so that a step equals that of a single process.
@@ -6,105 +6,28 @@ its share, and losses and gradients are reduced so that a step equals that of a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import torch
-from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor
-from torch.optim import Optimizer
 
 from coda_prompt import errors
 from coda_prompt.data.stream import Samples, Stream, Task
-from coda_prompt.methods import Loss, Method, TaskBrief
-from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
-from coda_prompt.model.vit import ViT
-from coda_prompt.seeding import keyed_generator
+from coda_prompt.methods import Method, TaskBrief
+from coda_prompt.methods.stages import TrainingBatch
 from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
-from coda_prompt.training.loading import Batch, Epoch, batches
-from coda_prompt.training.passes import Passes, share
-from coda_prompt.training.schedule import learning_rate
+from coda_prompt.training.loading import Epoch, batches
+from coda_prompt.training.passes import share
 from coda_prompt.training.settings import Event, Result
 from coda_prompt.training.snapshot import restored_on_error
+from coda_prompt.training.trainer import TaskRun, Trainer
 
 
-@dataclass(frozen=True)
-class _TaskRun:
-    """The task being learned."""
-
-    method: Method
-    train: Samples
-    labels: Tensor
-    past: Sequence[Task]
-    index: int
-    tasks: int
-    """Number of tasks of the stream, for progress."""
-    checkpointer: Checkpointer | None
-    meter: Meter
-    observe: Callable[[Tensor], None] | None = None
-    """Called with the class tokens of all training images; see `Engine.learn`."""
-
-    def out_of_budget(self, position: TrainingPosition) -> bool:
-        """Whether the budget is spent; the first step of a task is always taken."""
-        started = position.stage or position.epoch or position.step
-        return bool(started) and position.spent >= self.meter.limit
-
-
-@dataclass(frozen=True)
-class _StageRun:
-    """The stage being trained."""
-
-    stage: Stage
-    epochs: int
-    optimizer: Optimizer
-    rates: list[float]
-    """Initial learning rate of each parameter group."""
-    module: _FabricModule
-    wrapped: _FabricOptimizer
-
-    def set_rates(self, schedule: str, epoch: int, progress: float, spent: float) -> float:
-        """Set the learning rates of a step and return the first.
-
-        Args:
-            schedule: Of the training settings, unless the stage has its own.
-            epoch: Finished epochs.
-            progress: Finished share of the epoch.
-            spent: Share of the budget that is spent. The schedule follows it where it is ahead of
-                the epochs, so that the learning rate falls before the budget ends.
-        """
-        stage = self.stage
-        at = max(epoch + (progress if stage.per_iteration else 0), spent * (self.epochs - 1))
-        for group, start in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = learning_rate(
-                stage.schedule or schedule,
-                start,
-                at,
-                self.epochs,
-                stage.final_factor,
-                stage.drop_at,
-            )
-        return float(self.optimizer.param_groups[0]["lr"])
-
-
-@dataclass(frozen=True)
-class _EpochData:
-    """The remaining batches of an epoch."""
-
-    samples: Samples | None
-    """None for features and generated samples."""
-    sizes: list[int]
-    """Number of samples of every batch of the epoch, over all processes."""
-    parts: list[int]
-    """Number of micro-batches of every batch, the same on all processes."""
-    loaded: Iterator[Batch]
-    """This process's share of the remaining batches, in micro-batches."""
-
-
-class Engine(Passes):
+class Engine(Trainer):
     """Trains and evaluates methods; see `Passes` for its arguments.
 
     Example:
@@ -159,7 +82,7 @@ class Engine(Passes):
                 meter=meter,
             )
             result.losses.append(losses)
-            if meter.active:
+            if meter is not None:
                 result.spent.append(meter.spent)
             after = last if joint else task.index
             if after in measured:
@@ -232,10 +155,10 @@ class Engine(Passes):
             raise errors.InvalidLabels(
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
-        meter, tasks = meter or Meter(), tasks or index + 1
-        run = _TaskRun(method, task.train, labels, past, index, tasks, checkpointer, meter, observe)
+        tasks = tasks or index + 1
+        run = TaskRun(method, task.train, labels, past, index, tasks, checkpointer, meter, observe)
         try:
-            with restored_on_error(method), meter:
+            with restored_on_error(method), meter or nullcontext():
                 resumed = None if checkpointer is None else checkpointer.position
                 if resumed is None:
                     self.on_event(Event("task", index, run.tasks))
@@ -252,7 +175,7 @@ class Engine(Passes):
             self.queries.tables.pop(task.train, None)
         return losses
 
-    def _train(self, run: _TaskRun, resumed: TrainingPosition | None) -> list[float]:
+    def _train(self, run: TaskRun, resumed: TrainingPosition | None) -> list[float]:
         """Run the passes and the remaining stages of a task; return the losses of all epochs."""
         method, first = run.method, 0 if resumed is None else resumed.stage
         if method.prepares_on is not None:
@@ -271,7 +194,7 @@ class Engine(Passes):
                 fitted = True
             if number >= first:
                 position = TrainingPosition(run.index, number, losses=losses)
-                losses = self._train_stage(run, stage, position, epochs_before)
+                losses = self.train_stage(run, stage, position, epochs_before)
                 method.end_stage(stage)
             epochs_before += stage.epochs or self.training.epochs
         if method.concludes_on is not None:
@@ -281,11 +204,11 @@ class Engine(Passes):
             self._fit(run)
         return losses
 
-    def _meter(self, stream: Stream, tasks: int) -> Meter:
-        """Return a meter with the budget of so many tasks of a stream."""
+    def _meter(self, stream: Stream, tasks: int) -> Meter | None:
+        """Return a meter with the budget of so many tasks of a stream, if it has one."""
         budget = stream.budget
         if budget is None:
-            return Meter()
+            return None
         if self.training.views is not None and budget.multiply_adds is not None:
             problem = "views that recur make the cost of a step depend on earlier steps"
             raise errors.BadOption("the stream", "budget", f"{problem}; leave out training.views")
@@ -297,18 +220,18 @@ class Engine(Passes):
 
         return Meter(budget.model_copy(update=limits), reduce)
 
-    def _fit(self, run: _TaskRun) -> None:
+    def _fit(self, run: TaskRun) -> None:
         method = run.method
         if run.observe is not None and method.closed_form and method.plain_queries:
             # One pass for both.
-            tokens, features = self._plain_tokens(method, run.train)
+            tokens, features = self.plain_tokens(method, run.train)
             run.observe(tokens)
             queries: Tensor | None = features
         else:
-            features, queries = self._features_and_queries(method, run.train)
+            features, queries = self.features_and_queries(method, run.train)
         method.fit(features, queries, run.labels.to(features.device))
 
-    def _all_batches(self, run: _TaskRun, view: str) -> Iterator[TrainingBatch]:
+    def _all_batches(self, run: TaskRun, view: str) -> Iterator[TrainingBatch]:
         """Yield all images of the task, augmented or plain, in order, in every process."""
         training = self.training
         size = training.micro_batch or training.batch_size
@@ -325,221 +248,6 @@ class Engine(Passes):
             with self.fabric.autocast():
                 images, queries = self.queries.see(run.method, batch, run.train)
                 yield TrainingBatch(images, batch.labels, queries, None, "statistics")
-
-    # -- stages
-
-    def _train_stage(
-        self, run: _TaskRun, stage: Stage, position: TrainingPosition, epochs_before: int
-    ) -> list[float]:
-        method, epochs = run.method, stage.epochs or self.training.epochs
-        groups = stage.groups or [ParameterGroup(method.trainable_parameters())]
-        trained = {id(parameter) for group in groups for parameter in group.parameters}
-        paused = [each for each in method.trainable_parameters() if id(each) not in trained]
-        for parameter in paused:
-            parameter.requires_grad_(False)
-        optimizer = self._optimizer(method, stage, groups)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        module, wrapped = self.fabric.setup(method, optimizer)
-        method.train()
-        for network in method.modules():
-            if isinstance(network, ViT):
-                network.recompute = self.training.recompute
-        restored = None
-        if run.checkpointer is not None:
-            restored = run.checkpointer.restore_training(method, optimizer)
-        position = restored or position
-        if position.epoch > epochs:
-            raise errors.CorruptFile(
-                "the checkpoint", f"it counts {position.epoch} epochs of {epochs}"
-            )
-        features = stage.data == "features"
-        table = self._table(run.train, method.features, method) if features else None
-        if run.meter.active:
-            self._start_meter(run, stage, position, resumed=restored is not None)
-        training = _StageRun(stage, epochs, optimizer, rates, module, wrapped)
-        while position.epoch < epochs and (position.step or not run.out_of_budget(position)):
-            epoch = epochs_before + position.epoch
-            data = self._epoch_data(run, stage, epoch, position.step, table)
-            position = self._train_epoch(run, training, data, position)
-        for parameter in paused:
-            parameter.requires_grad_(True)
-        method.eval()
-        return position.losses
-
-    def _start_meter(
-        self, run: _TaskRun, stage: Stage, position: TrainingPosition, *, resumed: bool
-    ) -> None:
-        """Count from what was spent before the stage, or before it was interrupted.
-
-        Queries that are computed once are computed now: a resumed stage computes them again.
-        """
-        plain = stage.data == "plain" or self.views.augmentation is None
-        cached = plain or self.training.queries == "cached"
-        if cached and stage.data in ("plain", "augmented") and run.method.needs_queries:
-            self.queries.fill(run.method, run.train)
-        if resumed:
-            run.meter.restore(position.spent)
-        position.spent = run.meter.spent
-
-    def _train_epoch(
-        self, run: _TaskRun, training: _StageRun, data: _EpochData, position: TrainingPosition
-    ) -> TrainingPosition:
-        """Train the remaining steps of an epoch, or until the budget is spent.
-
-        Returns:
-            The position after the epoch.
-        """
-        epoch, steps = position.epoch, len(data.sizes)
-        progress = (run.index, run.tasks, epoch, training.epochs)
-        for step in range(position.step, steps):
-            if run.out_of_budget(position):
-                break
-            rate = training.set_rates(
-                self.training.schedule, epoch, step / steps, position.spent / run.meter.limit
-            )
-            loss = self._step(run, training, data, position)
-            position.sum_of_losses += loss * data.sizes[step]
-            position.step = step + 1
-            position.spent = run.meter.spent
-            self.on_event(Event("step", *progress, step, steps, loss, rate))
-            if position.step == steps:
-                position = position.after_epoch(sum(data.sizes))
-                self.on_event(Event("epoch", *progress, steps, steps, position.losses[-1], rate))
-            stopping = self.should_stop()
-            if run.checkpointer is not None:
-                run.checkpointer.save_after_step(
-                    run.method, training.optimizer, position, now=stopping
-                )
-            if stopping:
-                raise errors.Interrupted
-        if position.epoch == epoch:  # the budget was spent before the end of the epoch
-            position = position.after_epoch(sum(data.sizes[: position.step]))
-        return position
-
-    def _optimizer(
-        self, method: Method, stage: Stage, groups: Sequence[ParameterGroup]
-    ) -> Optimizer:
-        training = self.training
-        rates = (stage.learning_rate, training.learning_rate, method.learning_rate)
-        rate = next(each for each in rates if each is not None)  # 0.0 is a rate
-        decay = training.weight_decay if stage.weight_decay is None else stage.weight_decay
-        options = [
-            {
-                "params": list(group.parameters),
-                "lr": (rate if group.learning_rate is None else group.learning_rate) * group.factor,
-                "weight_decay": decay if group.weight_decay is None else group.weight_decay,
-            }
-            for group in groups
-        ]
-        if stage.optimizer == "sgd":
-            return torch.optim.SGD(options, momentum=stage.momentum)
-        kind = torch.optim.Adam if stage.optimizer == "adam" else torch.optim.AdamW
-        return kind(options, betas=training.betas)
-
-    def _epoch_data(
-        self, run: _TaskRun, stage: Stage, epoch: int, done: int, table: Tensor | None
-    ) -> _EpochData:
-        """Return the batches of an epoch after `done` steps; `epoch` counts over all stages."""
-        training, processes = self.training, self.fabric.world_size
-        samples, labels = run.train, run.labels
-        if stage.data == "generated":
-            generator = keyed_generator(training.seed, run.index, epoch, "generated")
-            table, labels = run.method.generate(stage, generator)
-        elif table is None and run.method.keeps_images:
-            samples = self._with_replay(run, epoch)
-        count = len(samples) if table is None else len(table)
-        generator = keyed_generator(training.seed, run.index, epoch, "order")
-        shuffled = torch.randperm(count, generator=generator).tolist()
-        size = stage.batch_size or training.batch_size
-        order = [shuffled[first : first + size] for first in range(0, count, size)]
-        if done and done >= len(order):
-            raise errors.CorruptFile("the checkpoint", f"it counts {done} steps of {len(order)}")
-        sizes, parts = [len(batch) for batch in order], []
-        micro = training.micro_batch or size
-        for batch in order:
-            share = batch[self.fabric.global_rank :: processes]
-            starts = range(0, math.ceil(len(batch) / processes), micro)
-            parts.append([share[start : start + micro] for start in starts])
-        counts = [len(each) for each in parts]
-        remaining = [part for each in parts[done:] for part in each]
-        if table is not None:
-            rows, labels = self.fabric.to_device((table.to(self.dtype), labels))
-            features = (
-                Batch(rows[part], labels[part], torch.tensor(part), None) for part in remaining
-            )
-            return _EpochData(None, sizes, counts, features)
-        augmented = stage.data == "augmented"
-        key = Epoch(training.seed, run.index, epoch, training.views) if augmented else None
-        loaded = batches(
-            samples, self.views, remaining, epoch=key, workers=training.workers, dtype=self.dtype
-        )
-        return _EpochData(samples, sizes, counts, loaded)
-
-    def _with_replay(self, run: _TaskRun, epoch: int) -> Samples:
-        """Return the images of the task and the past images that the method replays."""
-        generator = keyed_generator(self.training.seed, run.index, epoch, "replay")
-        rows = run.method.replay(len(run.train), generator).numpy()
-        if not len(rows):
-            return run.train
-        if rows[:, 0].max() >= len(run.past):
-            problem = f"{run.method.name} replays past images; give all {run.index} past tasks"
-            raise errors.BadOption("learn", "past", problem)
-        replayed = [
-            run.past[task].train.subset(rows[rows[:, 0] == task, 1])
-            for task in sorted(set(rows[:, 0].tolist()))
-        ]
-        return Samples.concat([run.train, *replayed])
-
-    def _step(
-        self,
-        run: _TaskRun,
-        training: _StageRun,
-        data: _EpochData,
-        position: TrainingPosition,
-    ) -> float:
-        """Train on this process's share of a batch and return the loss over all processes.
-
-        Gradients of micro-batches are accumulated. Processes average their gradients, so a share's
-        sums are multiplied by the number of processes; the penalty is the same everywhere and is
-        added once.
-
-        Raises:
-            NonFiniteLoss: The loss or a gradient is not finite; the optimizer has not stepped.
-        """
-        method, processes = run.method, self.fabric.world_size
-        stage, module, optimizer = training.stage, training.module, training.wrapped
-        whole, last = data.sizes[position.step], data.parts[position.step] - 1
-        value = torch.zeros((), device=self.fabric.device, dtype=self.dtype)
-        optimizer.zero_grad()
-        for number in range(last + 1):
-            batch = self.fabric.to_device(next(data.loaded))
-            with self.fabric.autocast():
-                if data.samples is None:
-                    inputs = TrainingBatch(None, batch.labels, None, batch.images, stage.name)
-                else:
-                    images, queries = self.queries.see(method, batch, data.samples)
-                    inputs = TrainingBatch(images, batch.labels, queries, None, stage.name)
-            with self.fabric.no_backward_sync(module, enabled=number < last):
-                loss: Loss = module(inputs)
-                share = (loss.mean.sum() / whole + loss.total.sum()) * processes
-                if number == 0:
-                    share = share + loss.penalty
-                self.fabric.backward(share)
-            value += share.detach()
-        if processes > 1:
-            value = self._reduced(value, "mean")
-        step_loss = float(value)
-        gradients = [parameter.grad for parameter in method.trainable_parameters()]
-        # The gradient scaler of 16-mixed provokes overflows and skips those steps itself.
-        if not math.isfinite(step_loss) or (
-            self.precision != "16-mixed"
-            and not all(bool(each.isfinite().all()) for each in gradients if each is not None)
-        ):
-            raise errors.NonFiniteLoss(position.task, position.epoch, position.step)
-        if stage.clip_norm is not None:
-            self.fabric.clip_gradients(module, optimizer, max_norm=stage.clip_norm)
-        optimizer.step()
-        return step_loss
 
 
 def _join_tasks(stream: Stream) -> Task:

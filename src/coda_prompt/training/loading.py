@@ -55,8 +55,8 @@ class Batch(NamedTuple):
     images: Tensor
     """B x C x H x W."""
     labels: Tensor
-    positions: Tensor
-    """Index of each image in the samples."""
+    positions: list[int]
+    """Index of each image in the samples; a list stays with the host when a batch is moved."""
     view: int | None
     """View of all images: `TEST_VIEW`, `PLAIN_VIEW`, the number of a recurring training view, or
     None for a view that does not recur."""
@@ -99,8 +99,7 @@ class _BatchReader(Dataset[Any]):
             empty = torch.zeros(0, preprocessing.channels, preprocessing.size, preprocessing.size)
         stacked = torch.stack(images) if images else empty
         labels = torch.tensor(samples.labels[positions], dtype=torch.int64)
-        rows = torch.tensor(positions, dtype=torch.int64)
-        return Batch(stacked.to(self.dtype), labels, rows, self.view)
+        return Batch(stacked.to(self.dtype), labels, positions, self.view)
 
 
 def batches(

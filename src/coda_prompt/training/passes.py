@@ -25,6 +25,8 @@ from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
 
 PRECISIONS = get_args(Precision)
+STEPS_WITHOUT_WAITING = 10
+"""Steps after which the host waits for the losses of an accelerator; on CPUs nothing waits."""
 Booleans = NDArray[np.bool_]
 
 
@@ -65,6 +67,7 @@ class Passes:
             problem = f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}"
             raise BadOption("the engine", "precision", problem)
         self.dtype = torch.float64 if self.precision == "64-true" else torch.float32
+        self.wait_every = 1 if self.fabric.device.type == "cpu" else STEPS_WITHOUT_WAITING
         self.on_event, self.should_stop = on_event, should_stop
         if self.fabric.world_size > 1:
             self.should_stop = any_rank(self.fabric, should_stop)
@@ -108,10 +111,10 @@ class Passes:
         return over_all, own
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
-        """Compute the logits of all samples in order, N x classes seen."""
+        """Compute the logits of all samples in order, N x classes seen in float64 on the CPU."""
         self._place(method)
         method.eval()
-        return self._table(samples, method.logits, method)
+        return self._table(samples, lambda images, _: method.logits(images)).double().cpu()
 
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
         table = self._table(samples, method.features, method)
@@ -121,7 +124,7 @@ class Passes:
         counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
         return sums / counts[:, None]
 
-    def _features_and_queries(
+    def features_and_queries(
         self, method: Method, samples: Samples
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the features of all samples, and their queries if the method needs them."""
@@ -138,7 +141,7 @@ class Passes:
         features, queries = table.split([table.shape[1] - width, width], dim=1)
         return features.contiguous(), queries.contiguous()
 
-    def _plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
+    def plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
         """Compute `ViT.plain_tokens` of all samples, and their class tokens after the norm."""
         vit, width = method.backbone, method.vit_config.width
         table = self._table(
@@ -165,20 +168,20 @@ class Passes:
 
         Without a method, no query is passed.
         """
-        parts, positions, done = [], [], 0
+        parts, positions, done = [], list[int](), 0
         for batch in self._pass_over(samples):
             with self.fabric.autocast():
                 seen: tuple[Images, Tensor | None] = (batch.images, None)
                 if method is not None:
                     seen = self.queries.see(method, batch, samples)
                 parts.append(compute(*seen))
-            positions.append(batch.positions)
+            positions += batch.positions
             done += len(batch.positions) * self.fabric.world_size
             self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
         rows = torch.cat(parts)  # of this process
         table = rows.new_zeros(len(samples), rows.shape[1])
-        table[torch.cat(positions)] = rows
-        return self._reduced(table, "sum")
+        table[positions] = rows
+        return table if self.fabric.world_size == 1 else self._reduced(table, "sum")
 
     def _pass_over(self, samples: Samples) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.

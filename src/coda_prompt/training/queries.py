@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class Queries:
             self.fill(method, samples)
         if view is not None:
             table = self._table(method, samples, view)
-            if not self.in_any(not table.filled[batch.positions.cpu()].all()):
+            if not self.in_any(not table.filled[batch.positions].all()):
                 return batch.images, table.rows(batch.positions, method)
         images: Images = batch.images
         if method.first_block is not None:
@@ -65,7 +66,7 @@ class Queries:
         table = self._table(method, samples, TEST_VIEW)
         if not table.filled.all():
             # In one pass and in order: rounding must depend neither on shuffling nor resuming.
-            table.write(torch.arange(len(samples)), self.compute(method, samples))
+            table.write(range(len(samples)), self.compute(method, samples))
 
     def _table(self, method: Method, samples: Samples, view: int) -> QueryTable:
         tables, key = self.tables.setdefault(samples, {}), (method.backbone, view)
@@ -94,14 +95,16 @@ class QueryTable:
             path = str(Path(self._folder.name) / "queries")
             flat = torch.from_file(path, shared=True, size=images * width, dtype=dtype)
             self._rows = flat.view(images, width)
-        self.filled = torch.zeros(images, dtype=torch.bool)
+        self.filled = np.zeros(images, dtype=np.bool_)
 
-    def write(self, positions: Tensor, queries: Tensor) -> None:
-        positions = positions.cpu()
+    def write(self, positions: Sequence[int], queries: Tensor) -> None:
         self._rows[positions] = queries.detach().to(self._rows)
         self.filled[positions] = True
 
-    def rows(self, positions: Tensor, like: Method) -> Tensor:
+    def rows(self, positions: Sequence[int], like: Method) -> Tensor:
         """Return queries, B x D, on the device and in the precision of the method."""
         weight = next(like.backbone.parameters())
-        return self._rows[positions.cpu()].to(weight)
+        rows = self._rows[positions]
+        if weight.is_cuda:
+            rows = rows.pin_memory()  # the copy does not wait for the device
+        return rows.to(weight.device, weight.dtype, non_blocking=True)

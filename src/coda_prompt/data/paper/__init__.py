@@ -1,13 +1,14 @@
-"""The paper's datasets by name: where to get them and where they are in the data folder."""
+"""Datasets of papers by name: where to get them and where they are in the data folder."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from coda_prompt.data.paper import cifar, domainnet, imagenet_r
+from coda_prompt.data.paper import aper, cifar, domainnet, imagenet_r
 from coda_prompt.data.sources import Source
 from coda_prompt.errors import MissingData
 
@@ -46,6 +47,20 @@ PAPER_DATASETS = {
         "(https://ai.bu.edu/M3SDA) and extract it to domainnet/ in a folder",
         domainnet.domainnet_source,
     ),
+    "cub-200": PaperDataset(
+        aper.CUB_LOCATIONS,
+        "Download CUB_200_2011.tgz (1.1 GB) from https://www.vision.caltech.edu/datasets/"
+        f"cub_200_2011 and extract it in a folder, or download {aper.SUBSET.format('cub')}",
+        aper.cub_source,
+    ),
+    **{
+        name: PaperDataset(
+            (folder,),
+            f"Download {aper.SUBSET.format(folder)}",
+            partial(aper.subset_source, name),
+        )
+        for name, folder in aper.SUBSETS.items()
+    },
 }
 
 
