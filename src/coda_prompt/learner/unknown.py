@@ -171,7 +171,7 @@ class UnknownDetector(nn.Module):
         if earlier:
             try:
                 depth = self.scorer().depth
-            except torch.linalg.LinAlgError:  # second moments that cannot be
+            except RuntimeError:  # second moments that cannot be
                 return False
             self.scores.frozen = rescaled_histogram(self.scores.frozen, depth)
         return True
