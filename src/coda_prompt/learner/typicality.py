@@ -46,8 +46,6 @@ FAR = 6.0
 are no drawings, and says little about others."""
 PRIOR_IMAGES = 2400
 """The prior counts as so many images in means and covariances."""
-MIN_DEPTH = 0.3
-"""With one class and no prior, samples of the class and of all images are the same."""
 BINS = 256
 SAMPLES = 512
 """Features sampled from the class Gaussians to standardise scores."""
@@ -200,9 +198,10 @@ class UnknownScorer(nn.Module):
         self.register_buffer("center", center if like is None else like.center)
         self.register_buffer("spread", spread if like is None else like.spread)
         self.register_buffer("depth", torch.ones((), dtype=self.center.dtype))
-        if like is None:
+        if like is not None:
+            self.depth = like.depth
+        elif prior is not None:  # without one this makes rates worse: docs/lab/unknown.md
             self.depth = -self.standardised(self.plain.sample_background()).mean()
-        self.depth = (self.depth if like is None else like.depth).clamp(min=MIN_DEPTH)
 
     def measures(self, features: Tensor) -> Tensor:
         """Compute the measures of `WEIGHTS`, or of `PRIOR_WEIGHTS` with a prior, B x measures."""
@@ -217,7 +216,7 @@ class UnknownScorer(nn.Module):
     def standardised(self, features: Tensor) -> Tensor:
         """Compute the scores, B: a weighted mean of the standardised measures.
 
-        0 is the mean of samples of known classes, -1 that of samples of all images.
+        0 is the mean of samples of known classes; with a prior, -1 is that of samples of all images.
         """
         measures = (self.measures(features) - self.center) / self.spread
         if self.random is None:
@@ -284,13 +283,6 @@ def _inverse_transposed(factor: Tensor) -> Tensor:
     """Return the matrix that whitens rows, from the Cholesky factor of their covariance."""
     identity = torch.eye(len(factor), dtype=factor.dtype)
     return torch.linalg.solve_triangular(factor, identity, upper=False).T.contiguous()
-
-
-def rescaled_histogram(histogram: Tensor, depth: Tensor) -> Tensor:
-    """Convert histograms of an earlier version, whose scores were not divided by `depth`."""
-    centres = (torch.arange(BINS, dtype=depth.dtype) + 0.5) / BINS * 2 - 1
-    bins = histogram_bins(centres / (1 - centres.abs()) / depth)
-    return torch.zeros_like(histogram).index_add(1, bins, histogram)
 
 
 def _squashed(scores: Tensor) -> Tensor:

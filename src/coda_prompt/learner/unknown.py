@@ -32,7 +32,6 @@ from coda_prompt.learner.typicality import (
     UnknownScorer,
     histogram_bins,
     random_features,
-    rescaled_histogram,
 )
 from coda_prompt.methods.additive import absorb_rows, other_rows, unite_rows
 from coda_prompt.methods.bank import Bank
@@ -155,7 +154,7 @@ class UnknownDetector(nn.Module):
             Whether the tensors fit the backbone and the number of classes.
         """
         state = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        earlier = state.pop("known_images.frozen", None) is not None  # of an earlier version
+        state.pop("known_images.frozen", None)  # of an earlier version
         if state.keys() != self.state_dict().keys():
             return False
         for name, module in self.named_modules():
@@ -166,15 +165,7 @@ class UnknownDetector(nn.Module):
             return False
         self.load_state_dict(state)
         consistent = all(part.is_consistent(classes) for part in self._parts())
-        if not consistent or len(self.scores) != classes:
-            return False
-        if earlier:
-            try:
-                depth = self.scorer().depth
-            except RuntimeError:  # second moments that cannot be
-                return False
-            self.scores.frozen = rescaled_histogram(self.scores.frozen, depth)
-        return True
+        return consistent and len(self.scores) == classes
 
     # -- editing: see methods/additive.py
 
