@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Accuracy and forgetting
 #
-# A benchmark cuts data into tasks, learns them one after the other, and measures all tasks so far after each. The
-# result is a matrix: accuracy on task *j* after task *t*. Everything else follows from it.
+# A benchmark splits the data into tasks, learns them one after the other, and tests all tasks so far after each one.
+# The result is a matrix: the accuracy on task *j* after task *t*. All measures are computed from it.
 
 # %%
 import json
@@ -35,7 +35,8 @@ for axis, (method, result) in zip(axes, sorted(results.items()), strict=True):
     axis.set(title=method, xlabel="task tested", ylabel="after task")
 
 # %% [markdown]
-# Read a column from top to bottom: that is forgetting. `coda_prompt.metrics` has the published definitions.
+# Each column shows how the accuracy on one task falls as others are learned. `coda_prompt.metrics` implements the
+# published definitions of accuracy and forgetting.
 
 # %%
 from coda_prompt import metrics
@@ -48,4 +49,4 @@ for method, result in sorted(results.items()):
     )
 
 # %% [markdown]
-# `coda report RUNS` writes these pictures and tables of all runs in a folder as one HTML page.
+# `coda report RUNS` writes such figures and tables for all runs in a folder as one HTML page.

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Compare methods on your own images
 #
-# Four lessons of five classes, three methods that need no training. Accuracy is over all classes learned so far.
+# Three methods that need no training learn four lessons of five classes each. Accuracy is over all classes learned so
+# far.
 
 # %%
 import tempfile
@@ -35,4 +36,5 @@ axes.set(xlabel="classes learned", ylabel="accuracy over all of them, %", ylim=(
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# For a table with trials and intervals use `coda bench`, with `--set source=FOLDER` for your own images.
+# For a table with several trials and confidence intervals use `coda bench`; `--set source=FOLDER` reads your own
+# images.

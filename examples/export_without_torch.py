@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Export and run without torch
 #
-# `export_onnx` (or `coda export`) writes one ONNX graph from pixels to calibrated probabilities. Its metadata has the
-# class names and the preprocessing, so onnxruntime, NumPy and Pillow are enough to use it.
+# `export_onnx` (or `coda export`) writes one ONNX graph from pixels to calibrated probabilities. Its metadata contains
+# the class names and the preprocessing, so onnxruntime, NumPy and Pillow are enough to run it.
 
 # %%
 import subprocess

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # First lesson from a folder
 #
-# A folder with one subfolder of images for each class is all that is needed. Here the images are sketches that come
-# with the package; use a folder of your own.
+# All you need is a folder with one subfolder of images per class. Here the images are sketches that come with the
+# package; use a folder of your own.
 
 # %%
 import tempfile
@@ -27,7 +27,7 @@ print(learned.chosen)
 print(f"{learned.accuracy:.0%} of {learned.held_out} held-out images, {learned.seconds:.1f} s")
 
 # %% [markdown]
-# A month later there are new classes. The old images are not needed again.
+# Later there are new classes. The old images are not needed again.
 
 # %%
 second = write_sketches(work / "second", ["windmill", "octopus", "tree"])
@@ -35,7 +35,7 @@ classifier.learn(second / "train")
 classifier
 
 # %% [markdown]
-# The result of a call prints as a table, and plots.
+# Call the classifier to predict. The result prints one line per image, and plots.
 
 # %%
 images = [first / "test/anvil/00.png", first / "test/cake/03.png", second / "test/octopus/01.png"]
@@ -50,9 +50,8 @@ predictions.plot()
 # Has it forgotten the first lesson?
 
 # %%
-before = classifier.evaluate(first / "test")
-after = classifier.evaluate(second / "test")
-print(f"first lesson {before.accuracy:.0%}, second lesson {after.accuracy:.0%}")
+for lesson, folder in ((1, first), (2, second)):
+    print(f"test images of lesson {lesson}: {classifier.evaluate(folder / 'test').accuracy:.0%}")
 
 # %% [markdown]
 # A model is a small folder. `coda predict MODEL IMAGE` reads it as well.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Serve a model and call it from JavaScript
 #
-# `coda serve MODEL` starts the page and the HTTP interface. This notebook starts it on a free port.
+# `coda serve MODEL` serves the page and the HTTP interface. This notebook starts it on a free port.
 
 # %%
 import json
@@ -25,7 +25,8 @@ service = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=Tr
 url = json.loads(service.stdout.readline())["url"]
 
 # %% [markdown]
-# In a browser this is the whole client; Node has the same functions.
+# This is the whole client: it predicts three images, then teaches them as a new class. Node runs it here; in a
+# browser, `fetch`, `FormData` and `Blob` are the same.
 
 # %%
 script = """

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Teach, correct, forget, undo
 #
-# What was taught can be changed without the images it was taught with.
+# Change what a model has learned, without the images it learned from.
 
 # %%
 import tempfile
@@ -19,7 +19,7 @@ classifier.save(work / "model")
 classifier.classes_
 
 # %% [markdown]
-# Rename a class, and unite two.
+# Rename a class, and merge two into one.
 
 # %%
 classifier.rename("fish", "trout")
@@ -27,14 +27,14 @@ classifier.merge_classes(["anvil", "cow"], into="thing")
 classifier.classes_
 
 # %% [markdown]
-# Forget one. The model was made `removable`, so it then equals a model that never saw the class.
+# Forget a class. Because the model was created with `removable`, it now equals a model that never saw the class.
 
 # %%
 print(classifier.forget("cake"))
 classifier.classes_
 
 # %% [markdown]
-# Every lesson and every edit is a version; forgetting removed the class from all of them.
+# Every lesson and every edit creates a version. Forgetting removed the class from all of them.
 
 # %%
 for entry in classifier.history().entries:
@@ -47,7 +47,7 @@ classifier.redo()
 print(classifier.classes_)
 
 # %% [markdown]
-# Saved, the versions are in the model folder: `coda undo`, `coda redo` and `coda history` work on it too.
+# `save` stores the versions in the model folder, where `coda undo`, `coda redo` and `coda history` find them.
 
 # %%
 classifier.save(work / "model")

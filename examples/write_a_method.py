@@ -1,8 +1,7 @@
 # %% [markdown]
 # # Write a method
 #
-# A method is a class in a file. This one classifies by the nearest class *median* of frozen features: one line more
-# than the nearest class mean.
+# A method is a class in a file. This one classifies by the nearest class *median* of frozen features.
 
 # %%
 import tempfile
@@ -54,4 +53,4 @@ for method in (f"{work}/mine.py:NearestMedian", "ncm", "ranpac"):
     print(f"{method.rpartition(':')[2]:14} {classifier.score(data / 'test'):.1%}")
 
 # %% [markdown]
-# A method that trains derives from `PromptMethod` or `TrainedMethod`; *Add a method* in the guides has the contract.
+# A method that trains derives from `PromptMethod` or `TrainedMethod`. The guide *Add a method* describes the contract.

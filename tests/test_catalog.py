@@ -791,6 +791,7 @@ def test_second_use_needs_no_network(
     assert offline.revision == FIRST
 
 
+@pytest.mark.posix
 def test_cached_file_works_offline_and_is_pinned(
     hub: Hub, contents: tuple[bytes, bytes], tmp_path: Path
 ) -> None:

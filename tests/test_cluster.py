@@ -58,6 +58,7 @@ signal.pause()
 """
 
 
+@pytest.mark.posix
 def test_runs_on_a_running_cluster_are_interrupted_and_resumed(
     tiny: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,12 +80,6 @@ def test_an_interruption_names_the_command_that_resumes(
     assert "Resume with: coda learn model 'my photos'" in capsys.readouterr().err
 
 
-def test_old_name_of_check_is_refused_with_the_new_one(model: Path) -> None:
-    refused = coda("learn", model, "photos", "--watch", "validation")
-    assert isinstance(refused.exception, BadOption)
-    assert "--check validation" in str(refused.exception)
-
-
 def test_quiet_prints_the_result_only(model: Path, png: Path) -> None:
     for verbosity in ([], ["--quiet"]):
         done = coda("predict", model, png, "--json", *verbosity)

@@ -777,7 +777,7 @@ class Reads(MemorySplit):
 @pytest.mark.parametrize(
     ("deed", "workers", "kind", "words"),
     [
-        ("die", 1, ProcessDied, "reads images died"),
+        pytest.param("die", 1, ProcessDied, "reads images died", marks=pytest.mark.posix),
         ("refuse", 1, CodaError, "a.png: it cannot be decoded"),
         ("refuse", 0, BadImage, "a.png: it cannot be decoded"),
     ],

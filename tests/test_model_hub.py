@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_learner import drawings, taught
 
 from coda_prompt import ContinualClassifier
@@ -116,6 +117,26 @@ def test_an_uploaded_model_downloads_unchanged(hub: LoopbackHub) -> None:
     assert np.array_equal(fetched.predict(images), classifier.predict(images))
     mine, other = classifier._model().tensors, fetched._model().tensors
     assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_the_guide_runs_as_written(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught(range(3), method="ncm").save(tmp_path / "my-model")
+    images, names = drawings([3, 4], 6)
+    for number, (image, name) in enumerate(zip(images, names, strict=True)):
+        (tmp_path / "more-birds" / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "more-birds" / name / f"{number}.png")
+    Image.fromarray(images[0]).save(tmp_path / "image.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    page = (Path(__file__).parents[1] / "docs" / "guide" / "share.md").read_text("utf-8")
+    programs = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(programs) == 2
+    program = "".join(programs).replace('birds")', f'birds", endpoint="{hub.address}")', 2)
+    exec(program, {})
+    assert hub.token == "Bearer secret"
+    assert len(ContinualClassifier.load(tmp_path / "my-birds").classes_) == 5
 
 
 def test_upload_leaves_out_the_local_path_of_a_backbone_file(

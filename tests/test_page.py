@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import math
 import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 from drawings import NAMES, SOURCE, taught
-from serving import png, served
+from PIL import Image
+from serving import children_of, png, served, teach, wait_for_job
 from small import TINY, tiny_vit
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.learner import store
 from coda_prompt.model.catalog import write_weights
 from coda_prompt.preprocessing import Preprocessing
 
@@ -320,7 +324,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
             """new MutationObserver((records) => {
                 const texts = records.flatMap(({ addedNodes }) => [...addedNodes]);
                 window.sawProgress ||= records.some(({ target }) => target.id === 'progress');
-                window.sawReport ||= texts.some((node) => node.data?.includes('Another page'));
+                window.sawReport ||= texts.some((node) => node.data?.includes('A lesson'));
             }).observe(document.querySelector('#teaching'),
                 { subtree: true, attributeFilter: ['hidden'], childList: true })"""
         )
@@ -404,6 +408,8 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         page.locator("#record").hover()
         page.mouse.down()
         page.wait_for_function("document.querySelectorAll('.examples img').length >= 8")
+        page.wait_for_selector("#record.recording")
+        screenshot(page, "recording")
         page.mouse.up()
         page.wait_for_selector("#record:not(.recording)")
         count = page.locator(".examples img").count()
@@ -429,6 +435,193 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         send_files(page, "body", colours(180, 0, 0, count=1), "paste")
         wait_for_prediction(page, "red")
         screenshot(page, "photographs")
+
+
+def learned_colours(client: Any, *names: str) -> None:
+    """Teach a model classes of one colour each, over HTTP."""
+    values = {"red": (180, 0, 0), "blue": (0, 0, 180), "green": (0, 180, 0)}
+    images = [image for name in names for image in colours(*values[name])]
+    wait_for_job(client, teach(client, images, [name for name in names for _ in range(6)]))
+
+
+def test_merge_classes_and_close_the_editor(browser: Any, photo_model: Path) -> None:
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+        learned_colours(client, "red", "blue", "green")
+        chips = page.locator("#classes")
+        chips.get_by_role("button", name="red").click()
+        has_focus(page, "#new-name")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#class-editor", state="hidden")
+        has_focus(page, "#classes [data-name=red]")
+        page.keyboard.press("Enter")
+        assert page.locator("#merge-into option").all_inner_texts() == ["blue", "green"]
+        page.select_option("#merge-into", "blue")
+        screenshot(page, "merge")
+        page.click("#merge")
+        shows(page, "#edit-report", "red was merged into blue.")
+        has_focus(page, "#classes")
+        assert chips.locator("li").all_inner_texts() == ["blue", "green"]
+        send_files(page, "#show", colours(180, 0, 0, count=1), "drop")
+        wait_for_prediction(page, "blue")
+        page.click("#undo")
+        wait_for_prediction(page, "red")
+        shows(page, "#edit-report", "The last change was undone.")
+
+
+def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -> None:
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+        learned_colours(client, "red", "blue")
+        page.wait_for_function("document.querySelectorAll('#classes li').length === 2")
+        page.fill("#name", "Red")  # the known class with another capital
+        send_files(page, "#teaching", colours(180, 0, 0, count=1), "drop")
+        shows(page, "#name-hint", "“red” is known already")
+        assert page.locator(".class-name").all_inner_texts() == ["red"]
+        with store.exclusive_writer(photo_model):  # as another command that changes the model
+            page.click("#teach")
+            shows(page, "#error", "The lesson failed: ")
+            shows(page, "#error", "your examples are kept")
+            screenshot(page, "failed")
+        assert page.locator(".counter").all_inner_texts() == ["1"]
+        (learner,) = children_of(client.pid)
+        os.kill(learner, signal.SIGSTOP)
+        try:
+            page.click("#teach:enabled")
+            page.wait_for_selector("#progress:not([hidden])")
+            screenshot(page, "learning")
+            assert page.locator("#teach").is_disabled()
+            page.fill("#name", "green")
+            send_files(page, "#teaching", colours(0, 180, 0, count=2), "drop")
+            page.wait_for_function("document.querySelectorAll('.strip').length === 2")
+            page.locator("#classes").get_by_role("button", name="blue").click()
+            page.fill("#new-name", "sea")
+            page.keyboard.press("Enter")
+            shows(page, "#error", "A lesson is running. Wait until it ends.")
+        finally:
+            os.kill(learner, signal.SIGCONT)
+        shows(page, "#report", "Learned red in")
+        # What was added meanwhile is not lost.
+        assert page.locator(".class-name").all_inner_texts() == ["green"]
+        assert page.locator(".counter").all_inner_texts() == ["2"]
+
+
+def test_files_and_names_that_cannot_be_used(browser: Any, photo_model: Path) -> None:
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+        page.fill("#name", "🦊" * 101)
+        send_files(page, "#teaching", colours(180, 0, 0, count=1), "drop")
+        shows(page, "#error", "A class name has at most 100 characters; this one has 101.")
+        page.fill("#name", "🦊")
+        page.set_input_files(
+            "#add-files",
+            [
+                {"name": "notes.png", "mimeType": "image/png", "buffer": b"no image"},
+                {"name": "grey.tiff", "mimeType": "image/tiff", "buffer": tiff()},
+            ],
+        )
+        shows(page, "#error", "Not added, 1 of 2 files:\nnotes.png: it is not an image")
+        assert page.locator(".counter").all_inner_texts() == ["1"]
+        # The browser cannot show TIFF: the service has converted it.
+        image = ".examples img"
+        assert page.locator(image).evaluate("image => image.naturalWidth") == 30
+        send_files(page, "#show", colours(180, 0, 0, count=3), "drop")
+        shows(page, "#error", "Of 3 files, image.png was classified.")
+
+
+def tiff() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (30, 20), 128).save(buffer, "TIFF")
+    return buffer.getvalue()
+
+
+def test_service_that_is_killed_during_a_lesson(browser: Any, photo_model: Path) -> None:
+    port = str(20_000 + (os.getpid() + 1) % 10_000)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(served(str(photo_model), "--port", port))
+        page = stack.enter_context(opened(browser, str(client.base_url)))
+        page.fill("#name", "red")
+        send_files(page, "#teaching", colours(180, 0, 0), "drop")
+        page.wait_for_selector("#teach:enabled")
+        client.get("/v1/model")
+        (learner,) = children_of(client.pid)
+        os.kill(learner, signal.SIGSTOP)
+        page.click("#teach")
+        page.wait_for_selector("#progress:not([hidden])")
+        os.kill(client.pid, signal.SIGKILL)
+        page.wait_for_selector("#gone:not([hidden])")
+        os.kill(learner, signal.SIGCONT)
+        shows(page, "#teach-hint", "Waiting for the service")
+        stack.enter_context(served(str(photo_model), "--port", port))
+        shows(page, "#report", "The service was stopped during the lesson.")
+        assert page.locator(".counter").all_inner_texts() == ["6"]
+        page.click("#teach:enabled")
+        shows(page, "#report", "Learned red in")
+
+
+def test_camera_that_is_not_allowed(page: Any, demo_url: str) -> None:
+    page.add_init_script(
+        "navigator.mediaDevices.getUserMedia = async () => "
+        "{ throw new DOMException('Permission denied', 'NotAllowedError'); }"
+    )
+    page.goto(f"{demo_url}models/photographs/")
+    page.wait_for_selector("body[data-ready]")
+    page.click("#camera-toggle")
+    shows(page, "#error", "The browser does not let this page use the camera.")
+    shows(page, "#error", "Photographs from files work without a camera.")
+    screenshot(page, "no-camera")
+
+
+def tab_to(page: Any, selector: str) -> None:
+    """Move the focus with the tab key until it is on an element."""
+    for _ in range(200):
+        if page.evaluate("each => document.activeElement.matches(each)", selector):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"the tab key does not reach {selector}")
+
+
+def test_teach_a_drawing_with_the_keyboard_only(browser: Any, tmp_path: Path) -> None:
+    taught(range(3)).save(tmp_path / "model")
+    with (
+        served(str(tmp_path / "model")) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
+        for number in range(5):
+            tab_to(page, "#canvas")
+            page.keyboard.press(" ")
+            for key in ("ArrowLeft", "ArrowDown", "ArrowRight", "ArrowUp"):
+                for _ in range(5 + number):
+                    page.keyboard.press(key)
+            page.keyboard.press(" ")
+            tab_to(page, "#name")
+            if not number:
+                page.keyboard.type("square")
+            page.keyboard.press("Enter")
+        tab_to(page, "#teach")
+        page.keyboard.press("Enter")
+        shows(page, "#report", "Learned square in")
+        tab_to(page, "#classes [data-name=square]")
+
+
+def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Path) -> None:
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+        tab_to(page, "#camera-toggle")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#record:enabled")
+        tab_to(page, "#name")
+        page.keyboard.type("clock")
+        tab_to(page, "#record")
+        page.keyboard.down(" ")
+        page.wait_for_function("document.querySelectorAll('.examples img').length >= 6")
+        page.keyboard.up(" ")
+        page.wait_for_selector("#record:not(.recording)")
+        tab_to(page, ".example")
+        before = page.locator(".example").count()
+        page.keyboard.press("Enter")  # removes the first, and the focus is on the next
+        page.wait_for_function(f"document.querySelectorAll('.example').length === {before - 1}")
+        has_focus(page, ".example >> nth=0")
+        tab_to(page, "#teach")
+        page.keyboard.press("Enter")
+        shows(page, "#report", "Learned clock in")
+        shows(page, "#prediction-hint", "knows one class only")
 
 
 def test_page_shows_that_the_service_is_gone_and_returns(browser: Any, photo_model: Path) -> None:

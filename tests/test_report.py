@@ -625,6 +625,16 @@ def test_tables_are_sorted_by_accuracy_and_the_best_is_bold() -> None:
     assert "61.0 to 90.0" in table.markdown()
 
 
+def test_columns_without_a_value_are_left_out() -> None:
+    table = tables.Table("T", ["method", "a", "b"], [["x", "-", "1"], ["y", "-", "2"]],
+                         frozenset({(1, 2)}))  # fmt: skip
+    shown = table.without_empty_columns()
+    assert (shown.heads, shown.cells, shown.best) == (
+        ["method", "b"], [["x", "1"], ["y", "2"]], {(1, 1)},
+    )  # fmt: skip
+    assert not tables.Table("T", ["method", "a"], [["x", "-"]]).without_empty_columns().cells
+
+
 def test_every_measure_is_explained_in_the_page() -> None:
     assert {*tables.HEADS.values()} - {"method"} <= tables.MEANINGS.keys()
     text = tables.full([row_of("ft", 12.0, 9.0)], [])[0].html()

@@ -32,6 +32,7 @@ from serving import children_of, files, png, served, teach, wait_for_job
 from small import TINY, coda, tiny_vit
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.errors import BadImage
 from coda_prompt.learner import store
 from coda_prompt.learner.explanation import explain
 from coda_prompt.model.catalog import write_weights
@@ -565,6 +566,26 @@ def test_copy_of_demo_model_is_deleted_at_shutdown(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("coda-demo-*"))
 
 
+def test_demo_model_has_statistics_of_unknown_images_and_held_out_counts() -> None:
+    with served() as client:
+        described = client.get("/v1/model").json()
+        assert (described["temporary"], described["can_reject"]) == (True, True)
+        assert len(client.get("/v1/accuracy").json()["classes"]) == 40
+        images = drawings(range(50, 55), 10, test=True)[0]
+        answer = client.post("/v1/predict?unknown=auto", files=files(images)).json()
+        assert sum(each["unknown"] for each in answer["predictions"]) >= 5
+
+
+def test_ctrl_c_ends_the_service_normally(model: Path) -> None:
+    command = [sys.executable, "-m", "coda_prompt", "serve", str(model), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (0, b"")
+
+
 def test_stalled_request_body_times_out(model: Path) -> None:
     short_timeout = (
         "import coda_prompt.serve.access as access; access.MAX_SECONDS_BETWEEN_CHUNKS = 0.5; "
@@ -594,6 +615,48 @@ def make_zip(entries: dict[str, bytes], **options: Any) -> bytes:
         for name, content in entries.items():
             archive.writestr(name, content)
     return buffer.getvalue()
+
+
+def heic() -> bytes:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    buffer = io.BytesIO()
+    pillow_heif.from_pillow(Image.new("RGB", (900, 600), "red")).save(buffer)
+    return buffer.getvalue()
+
+
+def test_heic_is_read_and_shown_as_png(client: httpx.Client) -> None:
+    photo = [("images", ("IMG_1.HEIC", heic()))]
+    assert client.post("/v1/predict", files=photo).status_code == 200
+    answer = client.post("/v1/preview", files=photo)
+    assert answer.headers["content-type"] == "image/png"
+    with Image.open(io.BytesIO(answer.content)) as preview:
+        assert (preview.size, preview.mode) == ((512, 341), "RGB")
+    refused = client.post("/v1/preview", files=photo * 2)
+    assert refused.status_code == 422
+    assert refused.json()["detail"] == "Send one image to preview, not 2."
+
+
+def test_heic_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = heic()
+    monkeypatch.setattr(uploads, "supports_heic", lambda: False)
+    with pytest.raises(BadImage, match=r"pip install 'coda-prompt\[heic\]'"):
+        uploads.decode_image(content, "image 1")
+
+
+def test_smallest_rate_of_unknown_images_is_refused(client: httpx.Client) -> None:
+    parameters = {"unknown": "auto", "unknown_rate": 5e-324}
+    body = files(drawings([0], 1)[0])
+    assert client.post("/v1/predict", files=body, params=parameters).status_code == 422
+
+
+def test_names_of_edited_classes_have_the_limits_of_taught_ones(client: httpx.Client) -> None:
+    for route, body in (
+        ("rename", {"old": NAMES[0], "new": "x" * 101}),
+        ("merge-classes", {"classes": list(NAMES[:2]), "into": "x" * 101}),
+    ):
+        refused = client.post(f"/v1/{route}", json=body)
+        assert refused.status_code == 422
+        assert "1 to 100 printable characters" in refused.json()["detail"]
 
 
 def test_invalid_and_too_large_images_are_refused(client: httpx.Client) -> None:
@@ -786,6 +849,7 @@ def test_invalid_options_end_in_one_message(model: Path, tmp_path: Path) -> None
 # -- documentation
 
 
+@pytest.mark.posix
 def test_curl_examples_of_the_docs(model_copy: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "guide" / "serving.md").read_text()
     (script,) = (part.split("```")[0] for part in page.split("```sh\n")[1:] if "curl" in part)

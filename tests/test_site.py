@@ -7,14 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
 import yaml
 from scripts import ROOT, tool
 
+from coda_prompt.serve.app import make_app
+
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+GUIDES = sorted((DOCS / "guide").glob("*.md"))
 README = ROOT / "README.md"
 check_site = tool("check_site")
 DRAWINGS: dict[str, str] = tool("draw_diagrams").drawings()
@@ -47,12 +51,42 @@ def test_links_to_files_of_the_repository_exist(page: Path) -> None:
             assert (page.parent / unquote(target)).exists(), target
 
 
-def test_every_command_and_option_is_in_the_command_line_reference() -> None:
-    text = (DOCS / "reference" / "cli.md").read_text("utf-8")
-    names = check_site.command_line_names()
-    assert len(names) > 60
-    missing = [name for name in names if not re.search(rf"{re.escape(name)}(?![\w-])", text)]
-    assert not missing
+def test_every_command_option_route_method_and_preset_is_in_the_reference() -> None:
+    texts = {
+        page.relative_to(DOCS).with_suffix("").as_posix(): page.read_text("utf-8") for page in PAGES
+    }
+    assert sum(len(options) for options in check_site.command_line().values()) > 150
+    assert list(check_site.missing_names(texts)) == []
+    for page, name, problem in (
+        ("cli", "`--skip-bad`", "the command line page does not mention coda learn --skip-bad"),
+        ("http", "GET /v1/accuracy", "http: no route GET /v1/accuracy"),
+        ("options", "## coda-p\n", "options: no method coda-p"),
+        ("methods", "`coda-p`", "methods: no method coda-p"),
+        ("presets", "`pocket-b50`", "presets: no preset pocket-b50"),
+    ):
+        path = f"reference/{page}"
+        without = {**texts, path: texts[path].replace(name, "")}
+        assert problem in check_site.missing_names(without)
+
+
+def test_every_route_of_the_service_is_in_the_reference() -> None:
+    paths = make_app({"model": Mock()}).openapi()["paths"]
+    routes = {f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs}
+    assert routes == set(check_site.routes())
+
+
+def test_every_field_in_the_reference_has_a_meaning() -> None:
+    for name in ("cli", "options", "presets", "model-format", "http"):
+        text = (DOCS / "reference" / f"{name}.md").read_text("utf-8")
+        rows = [row for row in text.splitlines() if row.startswith("| `") and "| body |" not in row]
+        assert not [row for row in rows if row.endswith("|  |")], name
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=names_of(GUIDES))
+def test_guide_is_read_in_five_minutes(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
+    prose = "\n".join(line for line in prose.splitlines() if not line.startswith(("    ", "|--")))
+    assert len(prose.split()) <= 1200  # at 240 words a minute
 
 
 def test_every_public_name_is_in_the_python_reference() -> None:
@@ -72,19 +106,24 @@ def test_drawing_is_up_to_date(name: str) -> None:
 
 
 def test_site_check_reports_what_is_wrong(tmp_path: Path) -> None:
-    for name in ("cli", "options", "presets"):
-        (tmp_path / f"{name}.html").write_text("<p>nothing</p>")
+    (tmp_path / "reference").mkdir()
+    for name in ("cli", "http", "options", "methods", "presets"):
+        (tmp_path / "reference" / f"{name}.html").write_text("<h2>coda learn</h2><p>--json</p>")
     (tmp_path / "index.html").write_text(
-        '<a href="gone.html">x</a><a href="cli.html#gone">y</a><a href="cli.html">z</a>'
+        '<a href="gone.html">x</a><a href="reference/cli.html#gone">y</a>'
+        '<a href="reference/cli.html">z</a>'
         '<script src="https://example.org/x.js"></script>'
     )
     found = list(check_site.problems(tmp_path))
     assert "index.html: gone.html does not exist" in found
-    assert "index.html: cli.html#gone has no such anchor" in found
+    assert "index.html: reference/cli.html#gone has no such anchor" in found
     assert "index.html: loads https://example.org/x.js from another host" in found
-    assert "the command line page does not mention --backbone" in found
+    assert "the command line page does not mention coda learn --backbone" in found
+    assert "the command line page does not mention coda learn --json" not in found
+    assert "the command line page has no section coda predict" in found
+    assert "http: no route POST /v1/predict" in found
     assert "the Python reference does not mention ContinualClassifier.learn" in found
-    assert "no preset pocket" in found
+    assert "presets: no preset pocket" in found
     assert not any("cli.html does not" in problem for problem in found)
 
 

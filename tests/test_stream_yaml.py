@@ -60,6 +60,7 @@ def test_a_wrong_field_of_a_file_is_named(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.posix
 def test_a_killed_online_and_budgeted_run_ends_with_the_same_bits(
     tiny: Path, tmp_path: Path
 ) -> None:

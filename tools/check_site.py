@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import typer
+from reference_formats import openapi
 
 from coda_prompt import __all__ as package_names
 from coda_prompt import errors
@@ -31,7 +32,7 @@ LOADED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link
 
 
 class Page(HTMLParser):
-    """The links, the loaded addresses, the anchors and the text of a page."""
+    """The links, the loaded addresses, the anchors and the text of a page, with `##` for h2."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -44,6 +45,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value for name, value in attrs if value is not None}
+        if tag == "h2":
+            self._text.append("\n##")
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
@@ -64,7 +67,12 @@ def problems(site: Path) -> Iterator[str]:
                 yield f"{name}: loads {address} from another host"
         if name != "404.html":  # its links are absolute
             yield from _broken_links(name, path, page, pages)
-    yield from _missing_names({path.stem: page for path, page in pages.items()}, pages.values())
+    texts = {path.relative_to(site.resolve()).as_posix(): page.text for path, page in pages.items()}
+    yield from missing_names({name.removesuffix(".html"): text for name, text in texts.items()})
+    anchors = set().union(*(page.anchors for page in pages.values()))
+    for public in public_names():
+        if not any(anchor == public or anchor.endswith(f".{public}") for anchor in anchors):
+            yield f"the Python reference does not mention {public}"
 
 
 def _broken_links(name: str, path: Path, page: Page, pages: dict[Path, Page]) -> Iterator[str]:
@@ -82,32 +90,51 @@ def _broken_links(name: str, path: Path, page: Page, pages: dict[Path, Page]) ->
                 yield f"{name}: {address} has no such anchor"
 
 
-def _missing_names(by_stem: dict[str, Page], pages: Any) -> Iterator[str]:
-    """Yield commands, options and public names that no page has."""
-    commands = by_stem["cli"].text
-    for option in command_line_names():
-        if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", commands):
-            yield f"the command line page does not mention {option}"
-    anchors = set().union(*(page.anchors for page in pages))
-    for public in public_names():
-        if not any(anchor == public or anchor.endswith(f".{public}") for anchor in anchors):
-            yield f"the Python reference does not mention {public}"
-    methods = by_stem["options"].text
-    yield from (f"no options of method {name}" for name in METHODS if name not in methods)
-    presets = by_stem["presets"].text
-    yield from (f"no preset {name}" for name in shipped("presets") if name not in presets)
+def missing_names(texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield commands, options, routes, methods and presets that are missing.
+
+    Args:
+        texts: Text of each page by its path without suffix, with `##` before second headings.
+    """
+    sections = re.split(r"\n##\s+(coda [\w-]+)", texts["reference/cli"])
+    by_command = dict(zip(sections[1::2], sections[2::2], strict=True))
+    for command, options in command_line().items():
+        if command not in by_command:
+            yield f"the command line page has no section {command}"
+        for option in options:
+            if not _mentions(by_command.get(command, ""), option):
+                yield f"the command line page does not mention {command} {option}"
+    for page, kind, names in (
+        ("http", "route", routes()),
+        ("options", "method", list(METHODS)),
+        ("methods", "method", list(METHODS)),
+        ("presets", "preset", list(shipped("presets"))),
+    ):
+        text = texts[f"reference/{page}"]
+        yield from (f"{page}: no {kind} {name}" for name in names if not _mentions(text, name))
 
 
-def command_line_names() -> list[str]:
-    """Return every command and option of `coda`."""
+def _mentions(text: str, name: str) -> bool:
+    """Return whether a text has a name that is not part of a longer one."""
+    return bool(re.search(rf"(?<![\w/+-]){re.escape(name)}(?![\w/+-])", text))
+
+
+def command_line() -> dict[str, list[str]]:
+    """Return every command of `coda` with its options."""
     group: Any = typer.main.get_command(app)
-    names = []
+    found = {}
     for name, command in group.commands.items():
-        names.append(f"coda {name}")
-        for parameter in command.params:
-            if parameter.param_type_name == "option" and not parameter.hidden:
-                names += [*parameter.opts, *parameter.secondary_opts]
-    return sorted({name for name in names if name != "--help"})
+        options = [each for each in command.params if each.param_type_name == "option"]
+        names = [text for each in options for text in (*each.opts, *each.secondary_opts)]
+        hidden = {text for each in options if each.hidden for text in each.opts}
+        found[f"coda {name}"] = [each for each in names if each not in {*hidden, "--help"}]
+    return found
+
+
+def routes() -> list[str]:
+    """Return every route of the HTTP interface."""
+    paths: dict[str, Any] = openapi()["paths"]
+    return [f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs]
 
 
 def public_names() -> list[str]:

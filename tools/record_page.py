@@ -123,7 +123,7 @@ def _record(recording: Recording) -> None:
         recording.frame(500)
     page.click("#teach")
     recording.frame(900)
-    page.wait_for_function("document.querySelector('#report').textContent.length > 0")
+    page.wait_for_function("document.querySelector('#report').textContent.includes('now.')")
     recording.frame(1500)
     page.click("#clear")
     recording.draw(spiral(3.3), every=12)

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from reference_tables import table
 
 from coda_prompt import __version__
-from coda_prompt.learner import store
+from coda_prompt.learner import reports, store
 from coda_prompt.methods.options import option_meanings
-from coda_prompt.serve import app, editing, schemas
+from coda_prompt.serve import app, schemas
 
 HTTP = """# HTTP interface
 
@@ -57,6 +57,17 @@ Current format: {format}. Formats 1 and 2 are read and written again as {format}
 lesson.
 """
 
+REPORTS = {
+    each.__name__: option_meanings(each)
+    for each in (
+        reports.HistoryEntry,
+        reports.VersionEntry,
+        reports.ModelHistory,
+        reports.Difference,
+    )
+}
+"""Meanings of the fields of dataclasses, which OpenAPI does not have."""
+
 
 def http_page() -> str:
     """Return the page of the HTTP interface."""
@@ -68,14 +79,14 @@ def http_page() -> str:
     text += "## Objects\n"
     for name, schema in sorted(document["components"]["schemas"].items()):
         if "properties" in schema and not name.startswith(("HTTPValidation", "Validation")):
-            text += f"\n### {name}\n\n" + _fields(schema)
+            text += f"\n### {name}\n\n" + _fields(schema, REPORTS.get(name, {}))
     return text
 
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI document of a service, without starting one."""
     application = FastAPI(title="coda-prompt", version=__version__)
-    for router in (app.api, editing.api, app.pages):
+    for router in (*app.MODEL_ROUTERS, app.pages):
         application.include_router(router)
     return schemas.add_request_schemas(application.openapi())
 
@@ -83,13 +94,13 @@ def openapi() -> dict[str, Any]:
 def _operation(verb: str, path: str, operation: Mapping[str, Any]) -> str:
     text = f"## {verb.upper()} {path}\n\n{operation.get('description', operation['summary'])}\n\n"
     rows = [
-        (f"`{each['name']}`", each["in"], _kind(each["schema"]), _limits(each["schema"]))
+        (f"`{each['name']}`", each["in"], _kind(each["schema"]), _meaning(each))
         for each in operation.get("parameters", [])
     ]
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         rows.append((f"`{kind}`", "body", _kind(content["schema"]), _form(content["schema"])))
     if rows:
-        text += table(("parameter", "in", "type", "values"), rows) + "\n"
+        text += table(("parameter", "in", "type", "meaning"), rows) + "\n"
     successes = {code: each for code, each in operation["responses"].items() if code < "400"}
     for code, response in successes.items():
         kinds = [
@@ -106,14 +117,14 @@ def _form(schema: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}` ({_kind(each)})" for name, each in fields)
 
 
-def _fields(schema: Mapping[str, Any]) -> str:
+def _fields(schema: Mapping[str, Any], meanings: Mapping[str, str]) -> str:
     required = schema.get("required", [])
     rows = [
         (
             f"`{name}`",
             _kind(each),
             "" if name in required else f"`{json.dumps(each.get('default'))}`",
-            each.get("description", ""),
+            each.get("description") or meanings.get(name, ""),
         )
         for name, each in schema["properties"].items()
     ]
@@ -134,19 +145,21 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return str(schema.get("type", ""))
 
 
-def _limits(schema: Mapping[str, Any]) -> str:
-    parts = []
+def _meaning(parameter: Mapping[str, Any]) -> str:
+    """Return the description, the limits and the default of a parameter."""
+    schema = parameter["schema"]
+    parts = [str(parameter.get("description", "")).rstrip(".")]
     if "minimum" in schema and "maximum" in schema:
         parts.append(f"{schema['minimum']:g} to {schema['maximum']:g}")
     if "default" in schema:
         parts.append(f"default {schema['default']}")
-    return "; ".join(parts)
+    return "; ".join(part for part in parts if part)
 
 
 def _annotation(annotation: Any) -> str:
     """Return a type as it is written in the code, without module names."""
     text = inspect.formatannotation(annotation)
-    return text.replace(f"{store.__name__}.", "").replace("typing.", "")
+    return text.replace(f"{store.__name__}.", "").replace("typing.", "").replace(" | ", " or ")
 
 
 def model_format_page() -> str:

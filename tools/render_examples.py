@@ -17,6 +17,7 @@ from typing import Any
 import jupytext
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, PAGES = ROOT / "examples", ROOT / "docs" / "examples"
@@ -39,6 +40,7 @@ def execute(name: str) -> Any:
         cell["id"] = f"cell-{number}"
     resources = {"metadata": {"path": str(EXAMPLES)}}
     NotebookClient(notebook, timeout=TIMEOUT, resources=resources).execute()
+    notebook, _ = CoalesceStreamsPreprocessor().preprocess(notebook, {})  # one output per stream
     for cell in notebook.cells:
         cell.metadata = {}
     return notebook

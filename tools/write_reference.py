@@ -53,8 +53,8 @@ def _command_line() -> str:
 
 
 def _command(name: str, command: Any) -> str:
-    context = command.context_class(command, info_name=f"coda {name}")
-    usage = command.get_usage(context).removeprefix("Usage: ")
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    usage = " ".join([f"coda {name} [OPTIONS]", *(_argument(each) for each in arguments)])
     rows = [
         (
             f"`{_names(parameter)}`",
@@ -67,6 +67,12 @@ def _command(name: str, command: Any) -> str:
     text = f"## coda {name}\n\n{inspect.cleandoc(command.help or '')}\n\n    {usage}\n\n"
     text += table(("argument or option", "default", "meaning"), rows)
     return text + (f"\n{command.epilog}\n" if command.epilog else "")
+
+
+def _argument(argument: Any) -> str:
+    """Return an argument as in a usage line; Typer's own differs between its versions."""
+    name = f"{argument.name.upper()}..." if argument.nargs == -1 else argument.name.upper()
+    return name if argument.required else f"[{name}]"
 
 
 def _names(parameter: Any) -> str:

@@ -12,14 +12,14 @@ __all__ = ["ContinualClassifier", "__version__", "load"]
 
 
 def load(folder: str) -> ContinualClassifier:
-    """A classifier that was saved to a folder."""
+    """Load a classifier that was saved to a folder."""
     from coda_prompt.learner.classifier import ContinualClassifier
 
     return ContinualClassifier.load(folder)
 
 
 def __getattr__(name: str) -> Any:
-    """The classifier, when it is asked for: torch takes a second to import."""
+    """Import the classifier at first use: torch takes a second to import."""
     if name == "ContinualClassifier":
         from coda_prompt.learner.classifier import ContinualClassifier
 

@@ -38,6 +38,11 @@ class ProgressBar(progress.Progress):
         hidden = not console.is_terminal
         super().__init__(*columns, console=console, transient=True, disable=hidden)
 
+    def stop(self) -> None:
+        """Stop the display; up to rich 14.2, a hidden one would print an empty line."""
+        if not self.disable:
+            super().stop()
+
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return the parts of the display: rich calls this to draw it."""
         if self._above is not None:

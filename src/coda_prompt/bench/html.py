@@ -18,31 +18,38 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
        max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.3rem; margin-top: 3rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
 nav a { margin-right: 1.2rem; } a { color: #0059a3; }
-.wide { overflow-x: auto; margin: 1.2rem 0; }
+.wide, figure { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding-bottom: .3rem; }
 th, td { padding: .25rem .8rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 thead th { border-top: 2px solid #333; border-bottom: 1px solid #333; }
 tbody tr:last-child td { border-bottom: 2px solid #333; }
-tbody tr:nth-child(even) { background: #f4f6f8; }
+tbody tr:nth-child(even) td { background: #f4f6f8; }
 figure { display: inline-block; margin: .6rem 1rem .6rem 0; max-width: 100%; }
 figure img { max-width: 100%; height: auto; }
 figcaption { color: #444; }
 abbr { text-decoration: underline dotted #888; text-underline-offset: .2em; cursor: help; }
 dl { columns: 2; font-size: .9rem; } dt { font-weight: 600; } dd { margin: 0 0 .4rem 0; }
 dt, dd { break-inside: avoid; }
-@media (max-width: 50rem) { dl { columns: 1; } }
+@media (max-width: 50rem) {
+  dl { columns: 1; } th, td { padding: .25rem .5rem; }
+  td:first-child { max-width: 45vw; white-space: normal; overflow-wrap: anywhere; }
+  figure img { max-width: none; width: 36rem; }
+  figcaption { position: sticky; left: 0; max-width: 85vw; }
+}
 @media (prefers-color-scheme: dark) {
   body { background: #16191d; color: #e4e6e8; } a { color: #6cb8e8; }
-  tbody tr:nth-child(even) { background: #20252b; } figcaption { color: #b0b6bc; }
+  th:first-child, td:first-child { background: #16191d; }
+  tbody tr:nth-child(even) td { background: #20252b; } figcaption { color: #b0b6bc; }
   thead th { border-color: #999; } tbody tr:last-child td { border-color: #999; }
   figure img { background: #fff; }
 }
 """
 CAPTIONS = {
-    "accuracy": "Accuracy over all classes learned so far; bands are one standard deviation.",
+    "accuracy": "Accuracy over all classes learned so far; bands, with several trials, are one "
+    "standard deviation.",
     "matrices": "Accuracy on each task after each task, mean of the trials.",
     "forgetting": "Accuracy each task lost between its best value and the end.",
     "anytime": "Accuracy over all classes seen so far, measured while images arrive.",
@@ -122,7 +129,7 @@ def _html(parts: Sequence[Part]) -> str:
     for number, part in enumerate(parts):
         title = html.escape(part.title)
         links.append(f'<a href="#part-{number}">{title}</a>')
-        html_tables = "".join(f'<div class="wide">{table.html()}</div>\n' for table in part.tables)
+        html_tables = "".join(table.html() for table in part.tables)
         figures = "".join(_figure(plot) for plot in part.plots)
         sections.append(f'<h2 id="part-{number}">{title}</h2>\n{html_tables}{figures}')
     return (
@@ -153,6 +160,6 @@ def _figure(plot: Path) -> str:
     data = base64.b64encode(plot.with_suffix(".svg").read_bytes()).decode()
     caption = html.escape(CAPTIONS.get(plot.stem, "Final accuracy against the swept values."))
     return (
-        f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
+        f'<figure tabindex="0"><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
         f"<figcaption>{caption}</figcaption></figure>\n"
     )

@@ -144,17 +144,32 @@ class Table:
         return f"{title}\n\\begin{{tabular}}{{{columns}}}\n{inner}\n\\end{{tabular}}\n"
 
     def html(self) -> str:
-        """Format as an HTML table."""
+        """Format as an HTML table below its title, in a box that scrolls if it is too wide."""
         heads = "".join(_html_head(head) for head in self.heads)
         escaped = [[html.escape(text) for text in line] for line in self.cells]
         cells = Table("", (), escaped, self.best)._marked(lambda text: f"<b>{text}</b>")
         lines = "\n".join(
             "<tr>" + "".join(f"<td>{text}</td>" for text in line) + "</tr>" for line in cells
         )
+        title = html.escape(self.title, quote=True)
         return (
-            f"<table><caption>{html.escape(self.title)}</caption>\n"
-            f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}\n</tbody></table>\n"
+            f'<h3>{title}</h3>\n<div class="wide" tabindex="0" role="region" aria-label="{title}">'
+            f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>\n"
         )
+
+    def without_empty_columns(self) -> Table:
+        """Leave out columns that no row has a value in, and the table if it has no other."""
+        columns = [
+            column
+            for column in range(len(self.heads))
+            if any(line[column] != DASH for line in self.cells)
+        ]
+        cells = [[line[column] for column in columns] for line in self.cells]
+        best = frozenset(
+            (line, columns.index(column)) for line, column in self.best if column in columns
+        )
+        heads = [self.heads[column] for column in columns]
+        return Table(self.title, heads, cells if len(columns) > 1 else [], best)
 
     def rich(self) -> RichTable:
         """Format for the terminal."""
@@ -182,6 +197,8 @@ def short(
 def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
     """Build all tables of a benchmark's report."""
     rows = best_first(rows)
+    order = [row["method"] for row in rows]
+    runs = sorted(runs, key=lambda run: order.index(run.method))
     intervals = [INTERVAL] if any("interval" in row["A_N"] for row in rows) else []
     accuracy = ["method", "trials", *ACCURACY]
     accuracy[3:3] = intervals
@@ -194,7 +211,8 @@ def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
     if any(row["published"] for row in rows):
         tables.append(_comparison_with_paper(rows))
     tables += [_settings(runs), _remarks(runs)]
-    return [table for table in tables if table.cells]
+    shown = [table.without_empty_columns() for table in tables]
+    return [table for table in shown if table.cells]
 
 
 def _accuracy_by_domain(runs: Sequence[FinishedRun]) -> Table:
@@ -317,7 +335,8 @@ def _comparison_with_paper(rows: Sequence[Row]) -> Table:
 def _settings(runs: Sequence[FinishedRun]) -> Table:
     """List the training settings of each method, and options that differ from its defaults.
 
-    Closed-form methods are not trained: the training settings do not apply to them.
+    Closed-form methods are not trained: the training settings do not apply to them. Queries are
+    of prompt methods only.
     """
     lines = []
     for method, trials in by_method(runs).items():
@@ -328,6 +347,8 @@ def _settings(runs: Sequence[FinishedRun]) -> Table:
         entry = METHODS.get(config["implementation"])  # a report does not load methods from files
         if entry is not None and entry.type.closed_form:
             settings = dict.fromkeys(SETTINGS, DASH)
+        elif entry is not None and not entry.type.needs_queries:
+            settings["queries"] = DASH
         changed = _changed_options(config)
         options = ", ".join(f"{name}={value}" for name, value in changed.items()) or DASH
         lines.append([method, *(str(settings[name]) for name in SETTINGS), options])

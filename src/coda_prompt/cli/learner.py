@@ -64,7 +64,8 @@ def learn(
     from coda_prompt.shutdown import ShutdownFlag
 
     if watch is not None:
-        raise BadOption("coda learn", "watch", f"it is called --check now: --check {watch}")
+        console.print_message("--watch is called --check now; the next version removes it")
+        check = watch
     devices = dataclasses.replace(devices, precision=precision or "32-true")
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:

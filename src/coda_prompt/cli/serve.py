@@ -73,8 +73,9 @@ def serve(
     policy = AccessPolicy(token, LOOPBACK if local else None)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
         parts = {"backbone": backbone, "method": method} if model is not None else {}
+        temporary = model is None
         services = {
-            name: Service(folder, batching=batching, device=device, **parts)
+            name: Service(folder, batching=batching, device=device, temporary=temporary, **parts)
             for name, folder in folders.items()
         }
         url_host = f"[{host}]" if ":" in host else host
@@ -84,7 +85,8 @@ def serve(
         else:
             print_message(f"{url}  (press Ctrl-C to stop)")
         # uvicorn raises the signal again after shutdown; exit normally to delete the demo copy.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, lambda *_: sys.exit(0))
         Server(services, policy).run(sockets=[listener])
 
 

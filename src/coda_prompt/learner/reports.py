@@ -20,11 +20,15 @@ class HistoryEntry:
     kind: str
     """`lesson` or `edit`."""
     date: str
+    """Time, UTC."""
     what: str
     """What an edit changed; of a lesson, empty."""
     new: tuple[str, ...] = ()
+    """New classes of a lesson."""
     continued: tuple[str, ...] = ()
+    """Known classes that got more images."""
     images: int = 0
+    """Images of a lesson."""
     accuracy: float | None = None
     """On held-out images among all classes, right after the lesson."""
     accuracy_own: float | None = None
@@ -32,6 +36,7 @@ class HistoryEntry:
     older_before: float | None = None
     """Accuracy of older classes before the lesson, on watched images; None if none were watched."""
     older_after: float | None = None
+    """The same after the lesson."""
     version: int | None = None
     """Number of the version that it made; None if that is not stored any more."""
 
@@ -41,10 +46,15 @@ class VersionEntry:
     """A version that can be restored."""
 
     number: int
+    """Number of the version, for `undo` and `diff`."""
     lessons: int
+    """Number of lessons it contains."""
     edits: int
+    """Number of edits it contains."""
     classes: int
+    """Number of its classes."""
     current: bool
+    """Whether it is the current version."""
     newest: HistoryEntry | None = None
     """Its newest lesson or edit."""
 
@@ -54,7 +64,9 @@ class ModelHistory:
     """The lessons and edits of a model in order, and its stored versions."""
 
     entries: tuple[HistoryEntry, ...]
+    """Lessons and edits, the oldest first."""
     versions: tuple[VersionEntry, ...]
+    """Stored versions."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class Difference:
     only_first: dict[str, int]
     """Classes only in the first model, with their images."""
     only_second: dict[str, int]
+    """Classes only in the second model, with their images."""
     images: dict[str, tuple[int, int]]
     """Classes in both with different numbers of images."""
     same: int

@@ -52,16 +52,22 @@ class WatchedAccuracy(FileSchema):
     """Mean accuracy of older classes before and after a lesson, on watched images."""
 
     classes: int = Field(ge=1)
+    """Number of older classes with watched images."""
     before: float
+    """Mean accuracy before the lesson."""
     after: float
+    """Mean accuracy after the lesson."""
 
 
 class EditRecord(FileSchema):
     """A change of what was taught."""
 
     date: str
+    """Time of the edit, UTC."""
     after_lesson: int = Field(ge=0)
+    """Number of lessons before the edit."""
     what: str
+    """The edit in words."""
     names: list[str] = Field(default_factory=list)
     """Class names before the edit that `what` mentions."""
     into: str | None = None
@@ -72,14 +78,23 @@ class TaskRecord(FileSchema):
     """The outcome of one lesson."""
 
     date: str
+    """Time of the lesson, UTC."""
     new: list[str]
+    """New classes, in the order of their rows."""
     continued: list[str]
+    """Known classes that got more images."""
     images: dict[str, int]
+    """Number of images per class, held-out ones included."""
     held_out: int = Field(ge=0)
+    """Number of held-out images."""
     accuracy: float | None
+    """Accuracy on held-out images among all classes; None if none were held out."""
     accuracy_own: float | None
+    """The same among the classes of the lesson."""
     calibration_error: float | None
+    """Expected calibration error on held-out images."""
     temperature: float = Field(ge=1e-6, le=1e6)
+    """Temperature fitted on the held-out images of this lesson."""
     fitted_on: int = Field(ge=0, le=10**12)
     """Number of held-out images the temperature was fitted on."""
     watched: WatchedAccuracy | None = None
@@ -94,8 +109,11 @@ class BackboneRecord(FileSchema):
     """The backbone a model was learned on."""
 
     name: str
+    """Name in the catalogue, or of the file."""
     fingerprint: str
+    """SHA-256 of its weights in float32."""
     revision: str | None
+    """Commit on the hub; None if it was not downloaded."""
     path: str | None = None
     """Absolute path of the file; None if it was embedded or downloaded."""
 
@@ -104,6 +122,7 @@ class Description(FileSchema):
     """Everything about a model except its tensors."""
 
     format: int = Field(ge=1, le=FORMAT)
+    """Version of this format."""
     coda_prompt: str
     """Version of coda-prompt that wrote it."""
     method: str
@@ -111,17 +130,25 @@ class Description(FileSchema):
     method_sha256: str | None = None
     """Hash of the file that has the class; the file itself is never stored."""
     options: dict[str, Any]
+    """Options of the method."""
     training: dict[str, Any]
+    """Training settings."""
     backbone: BackboneRecord
+    """The backbone."""
     pixels: dict[str, Any]
+    """Preprocessing: size, channels, mean, standard deviation, interpolation, resizing."""
     classes: list[str]
+    """Class names in the order of their rows."""
     tasks: list[TaskRecord]
+    """The lessons."""
     temperature: float = Field(ge=1e-6, le=1e6)
+    """Temperature of the probabilities, combined from all lessons."""
     number: int | None = Field(default=None, ge=0)
     """Number of the version; None until format 2."""
     parent: int | None = Field(default=None, ge=0)
     """Number of the version this one was made from."""
     edits: list[EditRecord] = Field(default_factory=list)
+    """The edits in order."""
 
     @property
     def number_or_lessons(self) -> int:

@@ -216,7 +216,7 @@ class UnknownScorer(nn.Module):
     def standardised(self, features: Tensor) -> Tensor:
         """Compute the scores, B: a weighted mean of the standardised measures.
 
-        0 is the mean of samples of known classes; with a prior, -1 is that of samples of all images.
+        0 is the mean of samples of known classes; with a prior, -1 is that of all images.
         """
         measures = (self.measures(features) - self.center) / self.spread
         if self.random is None:

@@ -415,7 +415,7 @@ class ViT(nn.Module):
                 weights[name] += delta.scale * delta.up @ delta.down
 
     def fingerprint(self) -> str:
-        """A hash of all weights: learned prompts are only valid with the same backbone."""
+        """Return a hash of all weights: learned prompts are only valid with the same backbone."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             values = tensor.detach().to("cpu", torch.float32).contiguous()

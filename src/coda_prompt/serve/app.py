@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from importlib import resources
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import Path as PathParameter
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -27,7 +28,7 @@ from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
 from coda_prompt.serve.requests import read_examples, read_images
 from coda_prompt.serve.service import Answer, Job, Service
-from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels
+from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels, make_preview
 
 PREDICT_TIMEOUT = 30.0
 """Seconds after which a prediction request gets status 504."""
@@ -35,6 +36,8 @@ PAGE = resources.files("coda_prompt") / "serve" / "page"
 
 api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
 pages = APIRouter()
+MODEL_ROUTERS = (api, editing.api, downloads.api)
+"""Routes of each model; `pages` has those of the service."""
 
 
 def make_app(services: Mapping[str, Service], policy: AccessPolicy | None = None) -> FastAPI:
@@ -81,9 +84,8 @@ def _make_model_app(
     app.state.service, app.state.metrics = service, Metrics(service)
     app.state.name, app.state.paths = name, paths
     add_exception_handlers(app)
-    app.include_router(api)
-    app.include_router(editing.api)
-    app.include_router(downloads.api)
+    for router in MODEL_ROUTERS:
+        app.include_router(router)
     app.add_api_route("/", _index, response_class=HTMLResponse, include_in_schema=False)
     return app
 
@@ -96,7 +98,9 @@ def _get_metrics(request: Request) -> Metrics:
     return request.app.state.metrics
 
 
-def _get_job(number: str, service: CurrentService) -> Job:
+def _get_job(
+    number: Annotated[str, PathParameter(description="Number of the job.")], service: CurrentService
+) -> Job:
     if number not in service.jobs:
         raise RequestError(404, "There is no such job.")
     return service.jobs[number]
@@ -111,10 +115,17 @@ async def predict(
     images: Annotated[list[tuple[str, bytes]], Depends(read_images)],
     service: CurrentService,
     metrics: CurrentMetrics,
-    top: Annotated[int, Query(ge=1, le=100)] = 5,
-    unknown: Annotated[Literal["auto"] | None, Query()] = None,
-    unknown_rate: Annotated[float, Query(gt=0, lt=1)] = DEFAULT_RATE,
-    unknown_below: Annotated[float, Query(ge=0, le=1)] = 0.0,
+    top: Annotated[int, Query(ge=1, le=100, description="How many classes to return.")] = 5,
+    unknown: Annotated[
+        Literal["auto"] | None, Query(description="Reject images unlike the learned classes.")
+    ] = None,
+    unknown_rate: Annotated[
+        float,
+        Query(ge=1e-6, lt=1, description="Share of images of learned classes rejected by mistake."),
+    ] = DEFAULT_RATE,
+    unknown_below: Annotated[
+        float, Query(ge=0, le=1, description="Reject images with a lower probability.")
+    ] = 0.0,
 ) -> dict[str, Any]:
     """Predict the classes of one or more images.
 
@@ -154,6 +165,23 @@ async def explain(
     with service.batcher.admit(1):
         version, explanation = await asyncio.to_thread(service.explain, images[0][1])
     return {"version": version.name, **explanation.as_dict()}
+
+
+@api.post(
+    "/preview",
+    response_class=Response,
+    openapi_extra=schemas.PREDICT_BODY,
+    responses={200: {"content": {"image/png": {}}, "description": "The image."}},
+)
+async def preview(
+    images: Annotated[list[tuple[str, bytes]], Depends(read_images)], service: CurrentService
+) -> Response:
+    """Return an image as a PNG of at most 512 x 512 pixels, for files that browsers cannot show."""
+    if len(images) != 1:
+        raise RequestError(422, f"Send one image to preview, not {len(images)}.")
+    with service.batcher.admit(1):
+        content = await asyncio.to_thread(make_preview, images[0][1], images[0][0])
+    return Response(content, media_type="image/png")
 
 
 @api.post(
@@ -222,6 +250,7 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
         "can_redo": version.classifier.can_redo,
         "can_reject": version.can_reject,
         "learning": service.learning,
+        "temporary": service.temporary,
         "models": [
             {"name": name, "path": path, "current": name == state.name}
             for name, path in state.paths.items()

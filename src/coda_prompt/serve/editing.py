@@ -18,30 +18,33 @@ from coda_prompt.serve import schemas
 from coda_prompt.serve.learning import ExampleDataset
 from coda_prompt.serve.requests import read_examples
 from coda_prompt.serve.service import Service
-from coda_prompt.serve.uploads import Example, RequestError
+from coda_prompt.serve.uploads import Example, RequestError, check_label
 
 api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
 
 
 class RenameRequest(schemas.Body):
-    old: str
-    new: str
+    old: str = Field(description="Current name of the class.")
+    new: str = Field(description="New name.")
 
 
 class MergeClassesRequest(schemas.Body):
-    classes: list[str] = Field(min_length=2)
-    into: str
+    classes: list[str] = Field(min_length=2, description="Classes to merge.")
+    into: str = Field(description="Name of the merged class.")
 
 
 class ForgetRequest(schemas.Body):
-    name: str
+    name: str = Field(description="The class to forget.")
     confirm: bool = Field(description="Must be true: this cannot be undone.")
 
 
 class Forgotten(schemas.Classes):
-    images: int
+    images: int = Field(description="Images the class was taught with.")
     versions: int = Field(description="Earlier versions that were rewritten.")
     remains: str = Field(description="What of the class remains in sums over all classes.")
+
+
+StoredVersion = Annotated[int, Query(ge=0, description="Number of a stored version.")]
 
 
 def get_service(request: Request) -> Service:
@@ -66,15 +69,15 @@ async def _edit(service: Service, change: Callable[[ContinualClassifier], Any]) 
 @api.post("/rename", response_model=schemas.Classes)
 async def rename(body: RenameRequest, service: CurrentService) -> dict[str, Any]:
     """Rename a class."""
-    return await _edit(service, lambda classifier: classifier.rename(body.old, body.new))
+    new = check_label(body.new)
+    return await _edit(service, lambda classifier: classifier.rename(body.old, new))
 
 
 @api.post("/merge-classes", response_model=schemas.Classes)
 async def merge_classes(body: MergeClassesRequest, service: CurrentService) -> dict[str, Any]:
-    """Unite classes into one."""
-    return await _edit(
-        service, lambda classifier: classifier.merge_classes(body.classes, body.into)
-    )
+    """Merge classes into one."""
+    into = check_label(body.into)
+    return await _edit(service, lambda classifier: classifier.merge_classes(body.classes, into))
 
 
 @api.post("/forget", response_model=Forgotten)
@@ -152,7 +155,7 @@ async def history(service: CurrentService) -> reports.ModelHistory:
 
 
 @api.get("/diff")
-async def diff(service: CurrentService, version: Annotated[int, Query(ge=0)]) -> reports.Difference:
+async def diff(service: CurrentService, version: StoredVersion) -> reports.Difference:
     """Show how a stored version (first) and the current one (second) differ."""
 
     def compare(_: ContinualClassifier) -> reports.Difference:

@@ -23,16 +23,20 @@ class LabelledImageData(ImageData):
 
 
 class PredictRequest(Body):
-    images: list[ImageData] = Field(min_length=1, max_length=MAX_IMAGES_PREDICT)
+    images: list[ImageData] = Field(
+        min_length=1, max_length=MAX_IMAGES_PREDICT, description="The images."
+    )
 
 
 class LearnRequest(Body):
-    images: list[LabelledImageData] = Field(min_length=1, max_length=MAX_IMAGES_LEARN)
+    images: list[LabelledImageData] = Field(
+        min_length=1, max_length=MAX_IMAGES_LEARN, description="The images with their classes."
+    )
 
 
 class Candidate(BaseModel):
-    label: str
-    probability: float
+    label: str = Field(description="Class name.")
+    probability: float = Field(description="Its calibrated probability.")
 
 
 class Prediction(BaseModel):
@@ -52,13 +56,13 @@ class Prediction(BaseModel):
 
 class Predictions(BaseModel):
     version: str = Field(description="The model version that made the predictions.")
-    predictions: list[Prediction]
+    predictions: list[Prediction] = Field(description="One for each image, in order.")
 
 
 class JobState(BaseModel):
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
-    id: str
+    id: str = Field(description="Number of the job, for `/v1/jobs/{number}`.")
     state: str = Field(default="running", description="`running`, `done` or `failed`.")
     stage: str = Field(
         default="starting",
@@ -66,9 +70,11 @@ class JobState(BaseModel):
         "`checking` while it is measured what the lesson made the model forget, `done`.",
     )
     share: float = Field(default=0.0, description="Progress of the stage, from 0 to 1.")
-    seconds_left: float | None = None
-    images: int
-    classes: list[str]
+    seconds_left: float | None = Field(
+        default=None, description="Estimated time to the end of the stage; null if unknown."
+    )
+    images: int = Field(description="Images of the lesson.")
+    classes: list[str] = Field(description="Classes of the lesson.")
     reason: str | None = Field(default=None, description="Why the lesson failed.")
     learned: dict[str, Any] | None = Field(
         default=None, description="Results of a finished lesson."
@@ -77,17 +83,17 @@ class JobState(BaseModel):
 
 
 class ServiceState(BaseModel):
-    version: str
+    version: str = Field(description="The current model version.")
     learning: bool = Field(description="Whether a lesson is running.")
     job: JobState | None = Field(description="The newest lesson since the service started.")
 
 
 class Neighbour(BaseModel):
-    label: str
+    label: str = Field(description="Class name.")
     distance: float | None = Field(
         description="Cosine distance to the class; null if the method has no such measure."
     )
-    probability: float
+    probability: float = Field(description="Probability of the class.")
 
 
 class PromptWeights(BaseModel):
@@ -104,55 +110,56 @@ class ExplanationAnswer(BaseModel):
 
 
 class ModelLink(BaseModel):
-    name: str
-    path: str = Field(description="Where its page is; its routes are below.")
+    name: str = Field(description="Name of the model.")
+    path: str = Field(description="Path of its page; its routes start with it.")
     current: bool = Field(description="Whether it is the model of this route.")
 
 
 class Classes(BaseModel):
-    version: str
+    version: str = Field(description="The current model version.")
     classes: list[str] = Field(description="Class names in the order they were learned.")
 
 
 class HeldOutClass(BaseModel):
-    label: str
+    label: str = Field(description="Class name.")
     images: int = Field(description="Held-out images of the class.")
     accuracy: float = Field(description="Among all classes that were known after their lesson.")
 
 
 class ConfusedPair(BaseModel):
-    true: str
-    predicted: str
-    images: int
+    true: str = Field(description="The class the images belong to.")
+    predicted: str = Field(description="The class that was predicted.")
+    images: int = Field(description="Held-out images that were confused.")
     share: float = Field(description="Of the held-out images of the true class.")
 
 
 class HeldOutAccuracy(BaseModel):
-    version: str
+    version: str = Field(description="The current model version.")
     classes: list[HeldOutClass] = Field(description="Classes that had held-out images.")
     confused: list[ConfusedPair] = Field(description="Most confused pairs first.")
 
 
 class ModelInfo(BaseModel):
-    version: str
-    method: str
-    backbone: str
+    version: str = Field(description="The current model version.")
+    method: str = Field(description="Name of the method.")
+    backbone: str = Field(description="Name of the backbone.")
     input: str = Field(description="What the backbone is for: `drawing` or `photograph`.")
-    tasks: list[dict[str, Any]]
-    can_undo: bool
-    can_redo: bool
+    tasks: list[dict[str, Any]] = Field(description="The lessons, as in the model file.")
+    can_undo: bool = Field(description="Whether there is an earlier version.")
+    can_redo: bool = Field(description="Whether there is an undone version.")
     can_reject: bool = Field(description="Whether `unknown=auto` works at its default rate.")
-    learning: bool
+    learning: bool = Field(description="Whether a lesson is running.")
+    temporary: bool = Field(description="Whether the model is deleted when the service stops.")
     models: list[ModelLink] = Field(description="All models of this service.")
 
 
 class Problem(BaseModel):
     """Problem details as in RFC 9457."""
 
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str
+    type: str = Field(default="about:blank", description="Always `about:blank`.")
+    title: str = Field(description="Name of the HTTP status.")
+    status: int = Field(description="HTTP status.")
+    detail: str = Field(description="What went wrong, for people.")
 
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {

@@ -123,6 +123,7 @@ class Service:
         device: `auto`, `cpu`, `cuda` or `mps`.
         backbone: As in `ContinualClassifier.load`.
         method: As in `ContinualClassifier.load`.
+        temporary: Whether the folder is deleted when the service stops.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class Service:
         device: str,
         backbone: str | None = None,
         method: str | None = None,
+        temporary: bool = False,
     ) -> None:
-        self.folder, self.device = folder, device
+        self.folder, self.device, self.temporary = folder, device, temporary
         self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
         self.current = self._read(None)
         self.process = LearningProcess(folder, self.parts)

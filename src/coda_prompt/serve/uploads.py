@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from PIL import Image
 
 from coda_prompt.console import is_valid_class_name
-from coda_prompt.data.images import FORMATS, SUFFIXES, open_image
+from coda_prompt.data.images import (
+    FORMATS,
+    SUFFIXES,
+    convert_channels,
+    open_image,
+    supports_heic,
+)
 from coda_prompt.errors import BadImage, CodaError
 
 MAX_REQUEST_BYTES = 64 * 2**20
@@ -23,6 +29,10 @@ MAX_PIXELS, MAX_TOTAL_PIXELS = 25_000_000, 200_000_000
 """Per image, and for all images of a prediction request, which are decoded at the same time."""
 MAX_ZIP_ENTRIES, MAX_UNZIPPED_BYTES = 10_000, 256 * 2**20
 MAX_LABEL_LENGTH = 100
+PREVIEW_SIZE = 512
+"""Pixels of the longer side of a preview."""
+HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
+"""What follows `ftyp` at the start of a HEIC file."""
 
 
 class RequestError(CodaError):
@@ -48,6 +58,16 @@ def decode_image(content: bytes, name: str, min_side: int | None = None) -> Imag
     return open_image(content, min_side, name)
 
 
+def make_preview(content: bytes, name: str) -> bytes:
+    """Return an image file as a small PNG."""
+    image = decode_image(content, name, PREVIEW_SIZE)
+    preview = convert_channels(image, 3)
+    preview.thumbnail((PREVIEW_SIZE, PREVIEW_SIZE))
+    buffer = io.BytesIO()
+    preview.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def check_total_pixels(images: Sequence[tuple[str, bytes]]) -> None:
     """Refuse images (names and contents) that have too many pixels together."""
     if len(images) * MAX_PIXELS <= MAX_TOTAL_PIXELS:
@@ -59,13 +79,18 @@ def check_total_pixels(images: Sequence[tuple[str, bytes]]) -> None:
 
 
 def _count_pixels(content: bytes, name: str) -> int:
+    heic = content[4:8] == b"ftyp" and content[8:12] in HEIC_BRANDS
+    formats = (*FORMATS, "HEIF") if heic and supports_heic() else FORMATS
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=formats) as image:
             pixels: int = image.width * image.height
     except Image.DecompressionBombError as error:
         raise BadImage(name, f"it has more than {MAX_PIXELS:,} pixels") from error
     except Exception as error:  # decoders raise anything for malformed content
-        raise BadImage(name, "it is not an image that can be read") from error
+        problem = "it is not an image that can be read"
+        if heic and not supports_heic():
+            problem = "to read HEIC, the service needs: pip install 'coda-prompt[heic]'"
+        raise BadImage(name, problem) from error
     if pixels > MAX_PIXELS:
         raise BadImage(name, f"it has {pixels:,} pixels; the limit is {MAX_PIXELS:,}")
     return pixels

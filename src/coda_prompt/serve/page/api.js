@@ -19,7 +19,7 @@ export async function call(path, options = {}) {
   }
   if (response.status === 401) {
     element("token-form").hidden = false;
-    const detail = token ? "This is not the token of the service." : "Enter the token of the service to use it.";
+    const detail = token ? "This is not the token of the service." : ""; // the form says it
     throw Object.assign(new Error(detail), { status: 401 });
   }
   if (!response.ok) {
@@ -32,12 +32,14 @@ export async function call(path, options = {}) {
 
 export const json = async (path, options) => (await call(path, options)).json();
 
-export function post(path, images, labels = []) {
+export function formOf(images, labels = []) {
   const form = new FormData();
   for (const image of images) form.append("images", image, "image");
   for (const label of labels) form.append("labels", label);
-  return json(path, { method: "POST", body: form });
+  return form;
 }
+
+export const post = (path, images, labels) => json(path, { method: "POST", body: formOf(images, labels) });
 
 // Calls `onState` with every state of the service, and `onGone(true)` while it does not answer.
 export async function watch(onState, onGone) {

@@ -12,6 +12,7 @@ import * as lesson from "./lesson.js";
 import * as prediction from "./prediction.js";
 
 const LIVE_INTERVAL = 150; // ms between two predictions of the camera, at least
+const MAX_PROBLEMS = 3; // files that are named when some cannot be read
 
 // -- what is shown: a drawing, the camera, or an image
 
@@ -21,20 +22,27 @@ drawing.start((finished) => {
   else prediction.classify(drawing.render, !finished);
 });
 
-const showFile = showErrors(async ([file]) => {
+const showFile = showErrors(async ([file, ...others]) => {
   if (!file) return;
   if (camera.isOn()) camera.stop();
-  const image = await createImageBitmap(file).catch(() => null);
-  if (forDrawings()) {
-    if (image) drawing.showImage(image); else drawing.clear();
-  } else {
-    URL.revokeObjectURL(element("shown").src);
-    element("shown").src = URL.createObjectURL(file);
-    element("shown").hidden = false;
-    element("stage-hint").hidden = true;
-  }
-  await prediction.classify(() => (forDrawings() ? file : reduced(file)));
+  await prediction.classify(async () => {
+    const image = await reduced(file);
+    await showImage(image);
+    return image;
+  });
+  if (others.length) throw new Error(`Of ${others.length + 1} files, ${file.name} was classified. To teach them all, drop them on “Teach”.`);
 });
+
+async function showImage(image) {
+  if (forDrawings()) {
+    drawing.showImage(await createImageBitmap(image));
+    return;
+  }
+  URL.revokeObjectURL(element("shown").src);
+  element("shown").src = URL.createObjectURL(image);
+  element("shown").hidden = false;
+  element("stage-hint").hidden = true;
+}
 
 document.addEventListener("camera", ({ detail }) => {
   const on = camera.isOn();
@@ -80,10 +88,23 @@ element("lesson").onsubmit = showErrors(async (event) => {
 });
 
 const addFiles = showErrors(async (files) => {
-  const name = lesson.className();
-  for (const file of files) lesson.add(name, forDrawings() ? file : await reduced(file));
-  announce(`${files.length} examples of ${name} added.`, 0);
+  const name = lesson.className(), problems = [];
+  for (const file of files) {
+    try {
+      lesson.add(name, await reduced(file));
+    } catch (error) {
+      problems.push(error.message);
+    }
+  }
+  announce(`${files.length - problems.length} examples of ${name} added.`, 0);
+  if (problems.length) throw new Error(summary(problems, files.length));
 });
+
+function summary(problems, files) {
+  const others = problems.length - MAX_PROBLEMS;
+  const lines = [...problems.slice(0, MAX_PROBLEMS), ...(others > 0 ? [`and ${others} more`] : [])];
+  return files === 1 ? problems[0] : `Not added, ${problems.length} of ${files} files:\n${lines.join("\n")}`;
+}
 
 camera.recordWhileHeld(element("record"), (frame) => lesson.add(lesson.className(), frame), () => {
   let named = false;
@@ -110,7 +131,10 @@ async function refresh() {
   const [model, { classes: names }] = await Promise.all([json("model"), json("classes")]);
   seenVersion = model.version;
   document.body.dataset.input = model.input;
-  element("about").textContent = `${model.method} on ${model.backbone}, version ${model.version}, ${model.tasks.length} ${model.tasks.length === 1 ? "lesson" : "lessons"}`;
+  element("about").replaceChildren(`${model.method} on ${model.backbone}, `,
+    make("span", { className: "unbroken", textContent: `version ${model.version}` }),
+    `, ${model.tasks.length} ${model.tasks.length === 1 ? "lesson" : "lessons"}`);
+  element("temporary").hidden = !model.temporary;
   element("models").hidden = model.models.length < 2;
   element("models").replaceChildren(...model.models.map(({ name, path, current }) => {
     const link = make("a", { href: path, textContent: name });

@@ -5,6 +5,12 @@ import { element } from "./dom.js";
 const FRAME_SIZE = 320; // pixels of a square frame
 const BURST_INTERVAL = 120; // ms between two frames of a burst
 
+const PROBLEMS = {
+  NotAllowedError: "The browser does not let this page use the camera. Allow it in the settings of the page (next to its address).",
+  NotFoundError: "No camera was found.",
+  NotReadableError: "The camera is in use by another program.",
+};
+
 const video = element("camera");
 let stream = null;
 let facing = "environment";
@@ -18,7 +24,8 @@ export async function start() {
   try {
     stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: facing }, audio: false });
   } catch (error) {
-    throw new Error(`The camera cannot be used (${error.message || error.name}).`);
+    const problem = PROBLEMS[error.name] ?? `The camera cannot be used (${error.message || error.name}).`;
+    throw new Error(`${problem} Photographs from files work without a camera.`);
   }
   stream.getVideoTracks()[0].addEventListener("ended", stop);
   video.srcObject = stream;

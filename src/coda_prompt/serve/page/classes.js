@@ -20,21 +20,30 @@ export function show(model, classes) {
   element("classes").replaceChildren(...sorted.map((name) => {
     const isNew = newClasses.has(name);
     const button = make("button", { type: "button", textContent: isNew ? `${name} · new` : name, title: "Edit this class" });
+    button.dataset.name = name;
     button.onclick = () => edit(name);
     return make("li", { className: isNew ? "new-class" : "" }, button);
   }));
-  if (!classes.includes(edited)) edit(null);
+  if (edited && !classes.includes(edited)) edit(null);
 }
 
 function edit(name) {
   edited = name;
+  element("edit-report").textContent = "";
   element("class-editor").hidden = !name;
   if (!name) return;
   element("edited-class").textContent = name;
   element("new-name").value = name;
   const others = names.filter((other) => other !== name);
+  element("merge").disabled = !others.length;
   element("merge-into").replaceChildren(...others.map((other) => make("option", { textContent: other })));
   element("new-name").focus();
+}
+
+function close() {
+  const name = edited;
+  edit(null);
+  [...element("classes").querySelectorAll("button")].find(({ dataset }) => dataset.name === name)?.focus();
 }
 
 // Sends an edit; every page then shows the new version.
@@ -42,9 +51,10 @@ async function send(path, body, report) {
   const headers = { "Content-Type": "application/json" };
   await json(path, { method: "POST", headers, body: body && JSON.stringify(body) });
   newClasses = new Set();
+  if (element("class-editor").contains(document.activeElement)) element("classes").focus();
   edit(null);
-  element("report").textContent = report;
   await onEdited();
+  element("edit-report").textContent = report;
 }
 
 // Restores a version by its number.
@@ -53,12 +63,15 @@ export const restore = (version) => send(`undo?to=${version}`, null, "Another ve
 // `called` is awaited after every edit.
 export function start(called) {
   onEdited = called;
+  element("close-editor").onclick = close;
+  element("class-editor").onkeydown = ({ key }) => { if (key === "Escape") close(); };
   element("undo").onclick = showErrors(() => send("undo", null, "The last change was undone."));
   element("redo").onclick = showErrors(() => send("redo", null, "The change was made again."));
-  element("class-editor").onsubmit = showErrors((event) => {
+  element("class-editor").onsubmit = showErrors(async (event) => {
     event.preventDefault();
     const [old, renamed] = [edited, element("new-name").value.trim()];
-    return send("rename", { old, new: renamed }, `${old} is now ${renamed}.`);
+    if (renamed === old) close();
+    else await send("rename", { old, new: renamed }, `${old} is now ${renamed}.`);
   });
   element("merge").onclick = showErrors(() => {
     const [name, into] = [edited, element("merge-into").value];

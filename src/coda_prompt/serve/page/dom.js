@@ -20,8 +20,8 @@ export function showError(error, action) {
   if (error) failures++;
   failedAction = error ? action : null;
   const box = element("error");
-  box.textContent = error ? error.message : "";
-  box.hidden = !error;
+  box.textContent = error?.message ?? "";
+  box.hidden = !error?.message;
 }
 
 // Wraps an action of the user: its error is shown, and its success removes any older error.

@@ -32,7 +32,7 @@ element("why").addEventListener("toggle", () => explain(wanted));
 function show({ nearest, prompts }) {
   const parts = [nearestTable(nearest)];
   if (prompts.length) {
-    parts.push(make("h3", { textContent: "Weights of the prompt components for this image" }),
+    parts.push(make("h3", { textContent: "Weights of the prompt components for this image (blue: positive, orange: negative)" }),
       ...prompts.map(promptRow));
   }
   element("explanation").replaceChildren(...parts);

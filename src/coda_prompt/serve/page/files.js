@@ -1,5 +1,6 @@
 // Image files: chosen, dropped or pasted.
 
+import { call, formOf } from "./api.js";
 import { element } from "./dom.js";
 
 const MAX_SIDE = 512; // pixels of the shorter side; larger photographs are reduced before sending
@@ -30,14 +31,28 @@ export function acceptPasted(onFiles) {
   }
 }
 
-// Reduces large photographs; the service reports files that the browser cannot decode.
+// Reduces large images. The service decodes files that the browser cannot, such as HEIC.
 export async function reduced(file) {
   const image = await createImageBitmap(file).catch(() => null);
-  const factor = image && MAX_SIDE / Math.min(image.width, image.height);
-  if (!image || factor >= 1) return file;
+  if (!image) return decoded(file);
+  const factor = MAX_SIDE / Math.min(image.width, image.height);
+  if (factor >= 1) return file;
   const canvas = new OffscreenCanvas(Math.round(image.width * factor), Math.round(image.height * factor));
   const context = canvas.getContext("2d");
   context.imageSmoothingQuality = "high";
+  context.fillStyle = "#fff"; // behind transparent pixels, as the service does
+  context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(image, 0, 0, canvas.width, canvas.height);
   return canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 });
+}
+
+async function decoded(file) {
+  await file.slice(0, 1).arrayBuffer().catch(() => {
+    throw new Error(`${file.name} cannot be read. Choose image files, not folders.`);
+  });
+  try {
+    return await (await call("preview", { method: "POST", body: formOf([file]) })).blob();
+  } catch (error) {
+    throw error.status === 422 ? new Error(error.message.replace(/^image 1/, file.name)) : error;
+  }
 }

@@ -95,7 +95,7 @@ function showClasses(classes) {
 
 function showConfused({ classes, confused }) {
   const rows = confused.map(({ true: right, predicted, images, share: part }) => make("tr", {},
-    make("th", { scope: "row", textContent: right }), cell(predicted), cell(`${images} (${percent(part)})`)));
+    make("th", { scope: "row", textContent: right }), cell(predicted, "wrap"), cell(`${images} (${percent(part)})`)));
   element("confused").replaceChildren(rows.length
     ? table("Most confused pairs of held-out images", ["Class", "Predicted as", "Images"], rows)
     : make("p", { className: "hint", textContent: classes.length ? "No held-out image was confused with another class." : "" }));

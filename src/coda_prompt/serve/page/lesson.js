@@ -4,14 +4,17 @@ import { post } from "./api.js";
 import { announce, element, make, percent, showError, showErrors } from "./dom.js";
 
 const MIN_EXAMPLES = 5; // of a new class
+const MAX_NAME = 100; // characters
+const MAX_BYTES = 60e6; // of a lesson; the service accepts 64 MiB
 const STAGES = { starting: "Starting", looking: "Reading images", learning: "Training", saving: "Saving" };
 
-let examples = new Map(); // class -> [{blob, url}]
+const examples = new Map(); // class -> {row, counter, box, list: [{blob, url, button}]}
 let pending = null; // {blob, url}: an image that has no name yet
 let known = new Set(); // learned classes
-let ownJob = null; // number of the lesson that this page started
+let own = null; // {job, sent}: the lesson that this page started, and its examples
 let learning = false;
 let online = true;
+let returned = false; // whether the service answers again and its state was not seen yet
 
 export function setKnown(classes) {
   known = new Set(classes);
@@ -21,19 +24,58 @@ export function setKnown(classes) {
 
 export function setOnline(value) {
   online = value;
-  if (!online) { learning = false; ownJob = null; element("progress").hidden = true; }
+  returned = value;
+  if (!online) {
+    if (learning) element("report").textContent = "";
+    learning = false;
+    latest = null;
+    element("progress").hidden = true;
+  }
   show();
 }
 
+const folded = (name) => name.normalize("NFC").toLowerCase();
+
+// The class that the examples are for: a known one if the names differ in capitals only.
 export function className() {
-  const name = element("name").value.trim();
-  if (!name) { element("name").focus(); throw new Error("Enter a class name first."); }
+  const typed = element("name").value.trim();
+  if (!typed) { element("name").focus(); throw new Error("Enter a class name first."); }
+  const length = [...typed].length;
+  if (length > MAX_NAME) throw new Error(`A class name has at most ${MAX_NAME} characters; this one has ${length}.`);
+  const names = [...known, ...examples.keys()];
+  const name = names.find((other) => other === typed) ?? names.find((other) => folded(other) === folded(typed)) ?? typed;
+  element("name").value = name;
+  element("name-hint").textContent = known.has(name) ? `“${name}” is known already: it learns more examples.` : "";
   return name;
 }
 
 export function add(name, blob) {
-  if (!examples.has(name)) examples.set(name, []);
-  examples.get(name).push({ blob, url: URL.createObjectURL(blob) });
+  if (!examples.has(name)) examples.set(name, strip(name));
+  const { box, list } = examples.get(name);
+  const example = { blob, url: URL.createObjectURL(blob) };
+  example.button = make("button", { type: "button", className: "example", title: "Remove" }, make("img", { src: example.url, alt: "" }));
+  example.button.onclick = () => remove(name, example);
+  list.push(example);
+  box.append(example.button);
+  box.scrollLeft = box.scrollWidth;
+  count(name);
+  show();
+}
+
+// Removes an example and returns the one that takes its place, if any.
+function take(name, example) {
+  const { list, row } = examples.get(name);
+  const place = list.indexOf(example);
+  URL.revokeObjectURL(example.url);
+  example.button.remove();
+  list.splice(place, 1);
+  if (list.length) count(name);
+  else { examples.delete(name); row.remove(); }
+  return list[place] ?? list[place - 1];
+}
+
+function remove(name, example) {
+  (take(name, example)?.button ?? element("name")).focus();
   show();
 }
 
@@ -65,45 +107,48 @@ function discardPending() {
 }
 element("discard-pending").onclick = discardPending;
 
-function strip([name, list]) {
-  const choose = make("button", { type: "button", className: "class-name", textContent: name, title: "Continue with this class" });
+function strip(name) {
+  const choose = make("button", { type: "button", className: "class-name", title: `Continue with ${name}` },
+    make("span", { className: "clamped", textContent: name }));
   choose.onclick = () => { element("name").value = name; element("name").focus(); };
-  const count = make("span", { className: "counter", textContent: `${list.length}` });
-  count.setAttribute("aria-label", `${list.length} examples of ${name}`);
-  count.setAttribute("role", "img");
-  const images = list.map((example, number) => {
-    const button = make("button", { type: "button", className: "example", title: "Remove" }, make("img", { src: example.url, alt: "" }));
-    button.setAttribute("aria-label", `Remove example ${number + 1} of ${name}`);
-    button.onclick = () => {
-      URL.revokeObjectURL(example.url);
-      list.splice(number, 1);
-      if (!list.length) examples.delete(name);
-      show();
-    };
-    return button;
-  });
-  return make("div", { className: "strip" }, choose, count, make("div", { className: "examples" }, ...images));
+  const counter = make("span", { className: "counter" });
+  counter.setAttribute("role", "img");
+  const box = make("div", { className: "examples" });
+  const row = make("div", { className: "strip" }, choose, counter, box);
+  element("strips").append(row);
+  return { row, counter, box, list: [] };
 }
 
-const missing = ([name, list]) => (known.has(name) ? 1 : MIN_EXAMPLES) - list.length;
+function count(name) {
+  const { counter, list } = examples.get(name);
+  counter.textContent = `${list.length}`;
+  counter.setAttribute("aria-label", `${list.length} ${list.length === 1 ? "example" : "examples"} of ${name}`);
+  list.forEach(({ button }, number) => button.setAttribute("aria-label", `Remove example ${number + 1} of ${name}`));
+}
+
+const missing = ([name, { list }]) => (known.has(name) ? 1 : MIN_EXAMPLES) - list.length;
 
 function show() {
-  element("strips").replaceChildren(...[...examples].map(strip));
-  for (const each of document.querySelectorAll(".examples")) each.scrollLeft = each.scrollWidth;
   const incomplete = [...examples].filter((entry) => missing(entry) > 0);
   element("teach").disabled = !examples.size || incomplete.length > 0 || learning || !online;
-  element("teach-hint").textContent = learning ? "Training… predictions use the current model."
+  element("teach-hint").textContent = !online ? "Waiting for the service…"
+    : learning ? "Training… predictions use the current model."
     : !examples.size ? "No examples yet."
     : incomplete.length ? incomplete.map((entry) => `${missing(entry)} more of “${entry[0]}” needed`).join(", ") + "."
     : `Ready to teach: ${[...examples.keys()].join(", ")}.`;
 }
 
 element("teach").onclick = showErrors(async () => {
-  const entries = [...examples].flatMap(([name, list]) => list.map(({ blob }) => [name, blob]));
+  const sent = [...examples].flatMap(([name, { list }]) => list.map((example) => ({ name, example })));
+  const blobs = sent.map(({ example }) => example.blob);
+  const bytes = blobs.reduce((sum, { size }) => sum + size, 0);
+  if (bytes > MAX_BYTES) {
+    throw new Error(`The examples have ${Math.ceil(bytes / 1e6)} MB; a lesson has at most ${MAX_BYTES / 1e6} MB. Remove some and teach them in a second lesson.`);
+  }
   element("teach").disabled = true;
   try {
-    const job = await post("learn", entries.map(([, blob]) => blob), entries.map(([name]) => name));
-    ownJob = job.id;
+    const job = await post("learn", blobs, sent.map(({ name }) => name));
+    own = { job, sent };
     if (latest?.id === job.id) { const state = latest; latest = null; follow(state); }
   } catch (error) {
     show();
@@ -111,47 +156,60 @@ element("teach").onclick = showErrors(async () => {
   }
 });
 
+addEventListener("beforeunload", (event) => { if (examples.size) event.preventDefault(); });
+
 let latest = null; // the newest state of a lesson
+
+// Numbers of lessons begin anew when the service is restarted.
+const isOwn = (job) => own !== null && job?.id === own.job.id && `${own.job.classes}` === `${job.classes}` && own.job.images === job.images;
 
 // Shows the state of the newest lesson, whichever page started it.
 export function follow(job) {
   const before = latest;
   latest = job;
+  if (returned && own && !isOwn(job)) {
+    own = null;
+    element("report").textContent = "The service was stopped during the lesson. Your examples are kept: click Teach again.";
+  }
+  returned = false;
   if (!job || JSON.stringify(job) === JSON.stringify(before)) return;
   learning = job.state === "running";
   element("progress").hidden = !learning;
   element("progress").value = job.share;
-  const own = job.id === ownJob;
+  const mine = isOwn(job);
   if (learning) {
     const left = job.seconds_left ? `, about ${Math.ceil(job.seconds_left)} s left` : "";
-    element("report").textContent = `${own ? "" : "Another page teaches. "}${STAGES[job.stage] ?? job.stage}${left}…`;
-  } else if (own || before?.id === job.id) {
-    if (job.state === "done") report(job, own);
-    else if (before?.state !== job.state || own) fail(job, own);
+    element("report").textContent = `${mine ? "" : "A lesson is running. "}${STAGES[job.stage] ?? job.stage}${left}…`;
+  } else if (mine || before?.id === job.id) {
+    if (job.state === "done") report(job, mine);
+    else if (before?.state !== job.state || mine) fail(job, mine);
   }
   show();
 }
 
-function report({ classes, learned, stage }, own) {
-  const { kept, held_out, accuracy_own, seconds } = learned;
+function report({ classes, learned, stage }, mine) {
+  const { kept, held_out, accuracy, seconds } = learned;
   element("report").textContent = [
     `Learned ${classes.join(", ")} in ${seconds.toFixed(1)} s.`,
-    held_out ? `Accuracy on ${held_out} held-out examples: ${percent(accuracy_own)}.` : "",
-    kept ? `${kept.classes} older classes, on ${kept.images} images: ${percent(kept.before)} before, ${percent(kept.after)} now.`
+    held_out ? `Accuracy on ${held_out} held-out ${held_out === 1 ? "example" : "examples"}: ${percent(accuracy)}.` : "",
+    kept ? `Older classes (${kept.classes}, on ${kept.images} images): ${percent(kept.before)} before, ${percent(kept.after)} now.`
       : stage === "checking" ? "Checking the old classes…" : "",
   ].filter(Boolean).join(" ");
-  if (!own) return;
-  ownJob = stage === "done" ? null : ownJob;
-  for (const name of classes) {
-    for (const { url } of examples.get(name) ?? []) URL.revokeObjectURL(url);
-    examples.delete(name);
+  if (!mine) return;
+  for (const { name, example } of own.sent.splice(0)) { // not those that were added meanwhile
+    if (examples.get(name)?.list.includes(example)) take(name, example);
   }
+  if (classes.includes(element("name").value)) {
+    element("name").value = "";
+    element("name-hint").textContent = "";
+  }
+  if (stage === "done") own = null;
 }
 
-function fail({ reason }, own) {
-  element("report").textContent = own ? "" : `The lesson of another page failed: ${reason}`;
-  if (own) showError(new Error(`The lesson failed: ${reason}`), follow);
-  ownJob = null;
+function fail({ reason }, mine) {
+  element("report").textContent = mine ? "" : `The lesson failed: ${reason}`;
+  if (mine) showError(new Error(`The lesson failed: ${reason} The model is as it was, and your examples are kept.`), follow);
+  own = null;
 }
 
 export function announceLesson(job) {

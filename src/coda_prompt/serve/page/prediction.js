@@ -78,7 +78,7 @@ function show(image, prediction, settled) {
     const bar = make("span");
     bar.style.width = `${Math.max(1, 100 * probability)}%`;
     const track = make("span", { className: "track", ariaHidden: "true" }, bar);
-    return make("li", {}, make("span", { className: "name", textContent: label }), track,
+    return make("li", {}, make("span", { className: "name clamped", textContent: label, title: label }), track,
       make("span", { className: "percent", textContent: percent(probability) }));
   }));
   element("predictions").classList.toggle("unsure", unknown);
@@ -87,9 +87,10 @@ function show(image, prediction, settled) {
 
 function showHint() {
   const hint = element("prediction-hint");
-  hint.hidden = Boolean(shown.prediction);
+  hint.hidden = Boolean(shown.prediction) && model.classes > 1;
   hint.textContent = model && !model.classes
     ? "This model has not learned anything yet. Teach it two or more classes to start."
+    : model?.classes === 1 ? "This model knows one class only, which is its answer to everything. Teach it a second one."
     : forDrawings() ? "Draw something: predictions update as you go."
     : "Start the camera, or drop or paste a photograph: predictions appear here.";
 }
