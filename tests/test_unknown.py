@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +19,9 @@ from small import coda
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadOption
 from coda_prompt.learner.separation import auroc, false_positive_rate
+from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import PREFIX, UnknownDetector, UnknownRule
+from coda_prompt.model.catalog import load_backbone
 
 WIDTH = 24
 
@@ -95,6 +99,64 @@ def test_state_of_other_classes_or_another_backbone_is_refused() -> None:
     assert not UnknownDetector(WIDTH + 1).load(state, 4)
     assert not UnknownDetector(WIDTH, removable=True).load(state, 4)
     assert not UnknownDetector(WIDTH).load({PREFIX + "other": torch.zeros(1)}, 4)
+
+
+def test_state_of_an_earlier_version_is_read() -> None:
+    learned = detector(range(4), count=30)
+    restored = UnknownDetector(WIDTH)
+    assert restored.load({**learned.state(), PREFIX + "known_images.frozen": torch.zeros(4)}, 4)
+    fresh = gaussians(range(8), 50, seed=100)[0]
+    assert torch.equal(restored.scorer()(fresh), learned.scorer()(fresh))
+
+
+def test_prior_replaces_missing_images() -> None:
+    """With two images per class, a covariance known beforehand separates better."""
+    means = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    scales = torch.linspace(0.2, 3, WIDTH).double()
+    prior = Prior((scales**2).diag(), means)
+    features, labels = gaussians(range(3), 2)
+    known, other = gaussians(range(3), 60, 100)[0], gaussians(range(20, 30), 20, 101)[0]
+    features, known, other = features * scales, known * scales, other * scales
+    without = UnknownDetector(WIDTH).learned(features, labels, 3)
+    informed = UnknownDetector(WIDTH, prior=prior).learned(features, labels, 3)
+    values = [
+        auroc(each.scorer().standardised(known), each.scorer().standardised(other))
+        for each in (without, informed)
+    ]
+    assert values[1] > values[0]
+    assert not UnknownDetector(WIDTH).load(informed.state(), 3)
+    assert UnknownDetector(WIDTH, prior=prior).load(informed.state(), 3)
+
+
+def test_prior_belongs_to_the_weights_of_its_backbone() -> None:
+    backbone = load_backbone("pocket")
+    prior = Prior.of(backbone)
+    assert prior is not None
+    assert prior.width == 2 * backbone.vit.config.width
+    other = copy.deepcopy(backbone.vit)
+    torch.nn.init.zeros_(other.norm.weight)
+    assert Prior.of(dataclasses.replace(backbone, vit=other)) is None
+
+
+def test_model_with_statistics_of_class_tokens_only_still_works() -> None:
+    """As an earlier version made it on the same backbone."""
+    old = taught(range(4))
+    network = old.network
+    network.prior, network.detector = None, UnknownDetector(128)
+    old.learn(*drawings(range(4, 6)))
+    newer = taught(range(6, 8))
+    newer.network.set_state(old._model(), "the old model")
+    assert newer.network.detector is not None
+    assert newer.network.detector.width == 128
+    merged = ContinualClassifier.merge([newer, taught(range(8, 9))])
+    assert merged.network.detector is None
+
+
+def test_images_that_are_no_drawings_are_unknown(classifier: ContinualClassifier) -> None:
+    random = np.random.RandomState(0)
+    noise = random.randint(0, 256, (20, 28, 28)).astype(np.uint8)
+    answers = classifier.predictions(noise, unknown="auto")
+    assert np.mean([each.unknown for each in answers]) > 0.9
 
 
 def test_separation_computed_by_hand() -> None:

@@ -137,6 +137,14 @@ Removable = Annotated[
         "the second moments of each class: at most 4 bytes x images x random features (2048).",
     ),
 ]
+FindDuplicates = Annotated[
+    bool | None,
+    typer.Option(
+        help="Name images that resemble one of an earlier lesson that had this option. Stores a "
+        "hash of 15 bytes of each image of this lesson in the model. Default: as in the lessons "
+        "before.",
+    ),
+]
 MethodFile = Annotated[
     str | None,
     typer.Option(

@@ -116,6 +116,7 @@ class ContinualClassifier(EditableEstimator):
         channels: Channels = "rgb",
         epochs: int | None = None,
         queries: QueryMode | None = None,
+        find_duplicates: bool | None = None,
         progress: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
         on_event: OnEvent | None = None,
@@ -138,6 +139,9 @@ class ContinualClassifier(EditableEstimator):
             channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
             epochs: Passes over the images, for this lesson only.
             queries: Where prompt queries come from, for this lesson only.
+            find_duplicates: Name images that resemble one of an earlier lesson that had this
+                option. Stores a hash of 15 bytes of each image of this lesson in the model.
+                Default: as in the lessons before.
             progress: A folder for checkpoints. The same call resumes an interrupted one from
                 there; `save` removes the folder.
             stop: Polled between steps and batches; once true, the lesson is checkpointed and ends.
@@ -192,7 +196,11 @@ class ContinualClassifier(EditableEstimator):
             if checked is not None:
                 after = known_accuracies(network, checked, known, engine)
                 record = record.model_copy(update={"watched": watched_accuracy(before, after)})
-        hints = teach_detector(network, images, task, tokens[0], [*known, *record.new])
+            names, hashes, repeated = [*known, *record.new], network.hashes, list[str]()
+            if len(hashes) if find_duplicates is None else find_duplicates:
+                hashes, repeated = hashes.learned(images, names)
+        hints = (*teach_detector(network, images, task, tokens[0], names), *repeated)
+        network.hashes = hashes
         if shown:
             feedback.warn(hints)
         self._checkpointer = checkpointer

@@ -22,6 +22,7 @@ from coda_prompt import errors
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.stream import Samples
 from coda_prompt.learner import held_out, store
+from coda_prompt.learner.duplicates import LearnedHashes, hash_images
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
@@ -95,7 +96,8 @@ def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
             "Undo the lesson and teach it again without them, or use ranpac, slda or ncm.",
         )
     detector = classifier.network.detector
-    return [method] if detector is None else [method, detector]
+    hashes = classifier.network.hashes
+    return [method, hashes] if detector is None else [method, hashes, detector]
 
 
 def rename(classifier: EditableEstimator, old: str, new: str) -> None:
@@ -175,8 +177,10 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)
         tokens, _ = engine.plain_tokens(method, samples)
+        hashes = hash_images(images) if len(network.hashes) else torch.zeros(len(rows), 0)
         for state in states:
             own = tokens if isinstance(state, UnknownDetector) else features
+            own = hashes if isinstance(state, LearnedHashes) else own
             state.move_images(own, source, rows)
     tasks = _relabelled(
         classifier.network.tasks, taught_as, counts, new, classifier.network.method.temperature
@@ -214,11 +218,12 @@ def join(classifier: EditableEstimator, others: Sequence[EditableEstimator]) -> 
             tasks = rewritten([*tasks, *other.network.tasks], {})
             names = [name for task in tasks for name in task.new]
             rows = [names.index(name) for name in other.classes_]
-            if other.network.detector is None:  # made by an earlier version
-                classifier.network.detector = None
+            mine, added = classifier.network.detector, other.network.detector
+            if mine is None or added is None or mine.width != added.width:
+                classifier.network.detector = None  # one was made by an earlier version
             pairs = zip(additive_states(classifier), additive_states(other), strict=False)
-            for state, added in pairs:
-                state.absorb(added, rows)
+            for state, others_state in pairs:
+                state.absorb(others_state, rows)
     edit = _edit(tasks, f"joined {1 + len(others)} models", [])
     classifier._replace(previous, tasks, edit)
 

@@ -36,7 +36,7 @@ def lesson_hints(
     """Return what looks wrong with the images of a lesson.
 
     Args:
-        features: As in `UnknownDetector.learned`, N x D.
+        features: Class tokens before the final norm, N x D.
         labels: The row of the class of each image.
         names: Class names by row.
         before: Statistics of the classes before the lesson; None: there are none.
@@ -77,10 +77,12 @@ def _hints_of_distances(
     freedom = len(features) - len(rows)
     all_rows, all_means, all_counts = rows.tolist(), means, counts
     if before is not None and len(before.scores):
+        width = features.shape[1]  # the statistics begin with those of the class tokens
         covariance, old_freedom = before.moments.covariance()
+        covariance, old_means = covariance[:width, :width], before.moments.means()[:, :width]
         scatter, freedom = scatter + covariance * old_freedom, freedom + old_freedom
         others = [row for row in range(len(before.scores)) if row not in all_rows]
-        all_rows, all_means = all_rows + others, torch.cat([means, before.moments.means()[others]])
+        all_rows, all_means = all_rows + others, torch.cat([means, old_means[others]])
         all_counts = torch.cat([counts, before.moments.counts.frozen[others].double()])
     if freedom < 1:
         return []

@@ -146,13 +146,14 @@ def teach_detector(
         network: What has learned the lesson.
         images: The images of the lesson.
         task: The same, numbered and split.
-        tokens: The class token of each training image before the final norm of the plain ViT.
+        tokens: `ViT.plain_tokens` of each training image.
         names: All class names.
     """
     labels, positions = torch.from_numpy(task.train.labels), task.train.indices
     detector = network.detector
     if detector is not None:
         network.detector = detector.learned(tokens, labels, len(names))
+    tokens = tokens[:, : network.method.vit_config.width]
     return lesson_hints(tokens, labels, names, detector, lambda at: images.name(positions[at]))
 
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from coda_prompt import __version__, errors, methods
 from coda_prompt.data.images import Augmentation
-from coda_prompt.learner import calibration, store
+from coda_prompt.learner import calibration, duplicates, store
+from coda_prompt.learner.duplicates import LearnedHashes
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.store import Description, EditRecord, TaskRecord
+from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import PREFIX, UnknownDetector
 from coda_prompt.methods.additive import is_removable, removable_options
 from coda_prompt.methods.options import make_config
@@ -75,10 +77,10 @@ class Network:
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
         self.method.eval()
-        self.detector: UnknownDetector | None = UnknownDetector(
-            self.backbone.vit.config.width, is_removable(self.method)
-        )
+        self.prior = Prior.of(self.backbone)
+        self.detector: UnknownDetector | None = self._new_detector()
         """Statistics to recognise unknown images; None in models of earlier versions."""
+        self.hashes = LearnedHashes()
         pocket = self.backbone_name == "pocket"
         defaults: Mapping[str, Any] = POCKET_TRAINING if pocket else {}
         if self.backbone_name.partition("@")[0] == "photo" and fabric.device.type == "cpu":
@@ -90,6 +92,13 @@ class Network:
             else Views(self.backbone.preprocessing)
         )
         self.set_tasks([])
+
+    def _new_detector(self, class_tokens_only: bool = False) -> UnknownDetector:
+        """Return a detector of unknown images that has learned nothing."""
+        width, removable = self.backbone.vit.config.width, is_removable(self.method)
+        if self.prior is None or class_tokens_only:
+            return UnknownDetector(width, removable)
+        return UnknownDetector(self.prior.width, removable, self.prior)
 
     @property
     def fingerprint(self) -> str:
@@ -124,6 +133,7 @@ class Network:
         state = self.method.learned_state()
         if self.detector is not None:
             state |= self.detector.state()
+        state |= self.hashes.state()
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def copied(self) -> Network:
@@ -131,7 +141,7 @@ class Network:
         memo = {id(part): part for part in (self.method.backbone, self.fabric)}
         other = copy.copy(self)
         other.method = copy.deepcopy(self.method, memo)
-        other.detector = copy.deepcopy(self.detector)
+        other.detector, other.hashes = copy.deepcopy((self.detector, self.hashes))
         other.number, other.edits = 0, []
         other.set_tasks(list(self.tasks))
         return other
@@ -188,18 +198,27 @@ class Network:
                 raise errors.CorruptFile(
                     path, "it has numbers that cannot be: negative counts, NaN or inf"
                 )
-        detector = UnknownDetector(self.method.vit_config.width, is_removable(self.method))
         statistics = {name for name in model.tensors if name.startswith(PREFIX)}
-        tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics}
+        seen = {name for name in model.tensors if name.startswith(duplicates.PREFIX)}
+        tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics - seen}
         self.method.load_learned_state(tensors)
         if self.method.classes_seen != len(model.description.classes):
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
+        # A model of an earlier version has statistics of class tokens only.
+        sums = model.tensors.get(f"{PREFIX}moments.sums.frozen")
+        width = self.method.vit_config.width
+        detector = self._new_detector(sums is not None and sums.shape[-1] == width)
         if statistics and not detector.load(
             {name: model.tensors[name] for name in statistics}, self.method.classes_seen
         ):
             problem = "its statistics of unknown images do not fit its classes and backbone"
             raise errors.CorruptFile(path, problem)
-        self.detector = detector if statistics else None
+        hashes = LearnedHashes()
+        if seen and not hashes.load(
+            {name: model.tensors[name] for name in seen}, self.method.classes_seen
+        ):
+            raise errors.CorruptFile(path, "its hashes of images do not fit its classes")
+        self.detector, self.hashes = detector if statistics else None, hashes
         self.number, self.edits = model.number, list(model.description.edits)
         self.held_out_by_lesson = model.description.format < 3
         self.set_tasks(list(model.description.tasks))

@@ -163,14 +163,15 @@ class Predictor:
         """Compute the logits of a batch and what the unknown scorer takes, in one pass.
 
         Returns:
-            B x classes, and the class tokens of the plain ViT before its final norm, B x D.
+            B x classes, and `ViT.plain_tokens`, B x 2 D.
         """
         method = self.method
         opened: Images = images
         if method.first_block is not None:
             opened = method.backbone.open(images, method.first_block)
-        tokens = method.backbone.features(opened, norm=False)
-        queries = method.backbone.norm(tokens) if method.plain_queries else None
+        tokens = method.backbone.plain_tokens(opened)
+        class_tokens = tokens[:, : method.vit_config.width]
+        queries = method.backbone.norm(class_tokens) if method.plain_queries else None
         return method.logits(opened, queries), tokens
 
     def probabilities(self, images: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,9 @@ and of random features of them. docs/lab/unknown.md compares them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib import resources
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,9 @@ from torch.nn import functional as F
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.moments import FeatureMoments
 from coda_prompt.methods.shrinkage import shrink_covariance
+from coda_prompt.model.catalog import LoadedBackbone
 from coda_prompt.seeding import keyed_generator
+from coda_prompt.storage.tensors import decode_tensors
 
 HIDDEN = 256
 """Random features; their second moments take 0.5 MB of a model."""
@@ -29,9 +34,48 @@ WEIGHTS = {
 }
 """Weights of the standardised measures in the score. The last two have little to say about classes
 that resemble the learned ones; they recognise images far from all of them."""
+PRIOR_WEIGHTS = {
+    "relative Mahalanobis distance": 1.0,
+    "whitened cosine": 1.0,
+    "whitened cosine to the classes of the prior": -0.25,
+    "Mahalanobis distance": 1.0,
+}
+"""The same with a prior."""
+FAR = 6.0
+"""With a prior, the distance counts from here on, in standard deviations: it recognises images that
+are no drawings, and says little about others."""
+PRIOR_IMAGES = 2400
+"""The prior counts as so many images in means and covariances."""
 BINS = 256
 SAMPLES = 512
 """Features sampled from the class Gaussians to standardise scores."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Statistics of the images a backbone was trained on: what images of any class look like."""
+
+    covariance: Tensor
+    """Within classes."""
+    class_means: Tensor
+    """All classes have the same number of images."""
+
+    @classmethod
+    def of(cls, backbone: LoadedBackbone) -> Prior | None:
+        """Return the statistics that come with a backbone; None if there are none."""
+        name = f"{backbone.name}-statistics.safetensors"
+        asset = resources.files("coda_prompt") / "assets" / name
+        if not asset.is_file():
+            return None
+        file = decode_tensors(asset.read_bytes(), name)
+        if file.description is None or file.description["fingerprint"] != backbone.fingerprint:
+            return None
+        return cls(**{name: tensor.double() for name, tensor in file.tensors.items()})
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return len(self.covariance)
 
 
 class Gaussians(nn.Module):
@@ -39,36 +83,67 @@ class Gaussians(nn.Module):
 
     Args:
         moments: Statistics of the features.
+        prior: Counts as `PRIOR_IMAGES` more images in the covariances and the mean.
     """
 
     mean: Tensor
     whitening: Tensor
     class_means: Tensor
     background: Tensor
+    prior_means: Tensor
 
-    def __init__(self, moments: FeatureMoments) -> None:
+    def __init__(self, moments: FeatureMoments, prior: Prior | None = None) -> None:
         super().__init__()
         counts = moments.counts.frozen
         seen, count = counts > 0, int(counts.sum())
         mean = moments.sums.frozen.sum(dim=0) / max(1, count)
         covariance, freedom = moments.covariance()
-        self.factor = torch.linalg.cholesky(shrink_covariance(covariance, freedom))
-        """Cholesky factor of the covariance within classes."""
         self.means = moments.means()[seen]
         centred, weights = self.means - mean, counts[seen, None] / max(1, count - 1)
         total = covariance * (freedom / max(1, count - 1)) + centred.T @ (weights * centred)
+        prior_means = self.means[:0]
+        if prior is not None:  # of so many images that nothing needs to be shrunk
+            own, prior_means = freedom / (freedom + PRIOR_IMAGES), prior.class_means
+            mean = own * mean + (1 - own) * prior_means.mean(dim=0)
+            covariance = own * covariance + (1 - own) * prior.covariance
+            total = own * total + (1 - own) * (prior.covariance + torch.cov(prior_means.T))
+        else:
+            covariance = shrink_covariance(covariance, freedom)
+            total = shrink_covariance(total, count - 1)
+        self.factor = torch.linalg.cholesky(covariance)
+        """Cholesky factor of the covariance within classes."""
         whitening = _inverse_transposed(self.factor)
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
-        self.register_buffer("class_means", centred @ whitening)
+        self.register_buffer("class_means", (self.means - mean) @ whitening)
+        self.register_buffer("prior_means", (prior_means - mean) @ whitening)
         background = torch.zeros_like(covariance)
-        if len(self.means) > 1:  # with one class, its images and all images are the same
-            total = shrink_covariance(total, count - 1)
-            background = _inverse_transposed(torch.linalg.cholesky(total))
+        self.total_factor = torch.linalg.cholesky(total)
+        """Cholesky factor of the covariance of all images."""
+        if prior is not None or len(self.means) > 1:  # else its images are all images
+            background = _inverse_transposed(self.total_factor)
         self.register_buffer("background", background)
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return relative Mahalanobis distance, whitened cosine and distance, negated: B each."""
+    def sample_classes(self) -> Tensor:
+        """Sample features from the classes, the same number from each."""
+        rows = torch.arange(SAMPLES) * len(self.means) // SAMPLES
+        generator = keyed_generator(0, "samples of known classes")
+        noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
+        return self.means[rows] + noise @ self.factor.T
+
+    def sample_background(self) -> Tensor:
+        """Sample features from all images."""
+        generator = keyed_generator(0, "samples of all images")
+        noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
+        return self.mean + noise @ self.total_factor.T
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute measures, B each; all but the last are larger for typical images.
+
+        Returns:
+            Relative Mahalanobis distance, negated; whitened cosine; Mahalanobis distance, negated;
+            whitened cosine to the classes of the prior, 0 without one.
+        """
         centred = features - self.mean
         white = centred @ self.whitening
         distances = (
@@ -78,8 +153,12 @@ class Gaussians(nn.Module):
         )
         relative = torch.logsumexp(-distances / 2, dim=1)
         relative = relative + (centred @ self.background).square().sum(dim=1) / 2
-        cosine = (F.normalize(white) @ F.normalize(self.class_means).T).amax(dim=1)
-        return relative, cosine, -distances.amin(dim=1)
+        directions = F.normalize(white)
+        cosine = (directions @ F.normalize(self.class_means).T).amax(dim=1)
+        other = torch.zeros_like(cosine)
+        if len(self.prior_means):
+            other = (directions @ F.normalize(self.prior_means).T).amax(dim=1)
+        return relative, cosine, -distances.amin(dim=1), other
 
 
 class UnknownScorer(nn.Module):
@@ -87,46 +166,64 @@ class UnknownScorer(nn.Module):
 
     Args:
         moments: Statistics of the features.
-        hidden: Statistics of the random features.
+        hidden: Statistics of the random features; None with a prior.
         histogram: Histogram of the standardised scores of images of known classes.
+        prior: Statistics of the images the backbone was trained on.
         like: Standardise scores as this scorer does.
     """
 
     projection: Tensor
     center: Tensor
     spread: Tensor
+    depth: Tensor
     histogram: Tensor
 
     def __init__(
         self,
         moments: FeatureMoments,
-        hidden: FeatureMoments,
+        hidden: FeatureMoments | None,
         histogram: Tensor,
+        prior: Prior | None = None,
         like: UnknownScorer | None = None,
     ) -> None:
         super().__init__()
-        self.plain, self.random = Gaussians(moments), Gaussians(hidden)
+        self.plain = Gaussians(moments, prior)
+        self.random = None if hidden is None else Gaussians(hidden)
+        self.weights = list((WEIGHTS if prior is None else PRIOR_WEIGHTS).values())
         self.register_buffer("projection", _projection(moments.sums.frozen.shape[1]))
         self.register_buffer("histogram", histogram.double())
         if like is None:
-            sampled = self.measures(_sample(self.plain.means, self.plain.factor))
+            sampled = self.measures(self.plain.sample_classes())
             center, spread = sampled.mean(dim=0), sampled.std(dim=0).clamp(min=1e-12)
         self.register_buffer("center", center if like is None else like.center)
         self.register_buffer("spread", spread if like is None else like.spread)
+        self.register_buffer("depth", torch.ones((), dtype=self.center.dtype))
+        if like is not None:
+            self.depth = like.depth
+        elif prior is not None:  # without one this makes rates worse: docs/lab/unknown.md
+            self.depth = -self.standardised(self.plain.sample_background()).mean()
 
     def measures(self, features: Tensor) -> Tensor:
-        """Compute the measures of `WEIGHTS`, B x measures; larger is more typical."""
+        """Compute the measures of `WEIGHTS`, or of `PRIOR_WEIGHTS` with a prior, B x measures."""
+        relative, cosine, distance, other = self.plain(features)
+        if self.random is None:
+            return torch.stack([relative, cosine, other, distance], dim=1)
         hidden = (features @ self.projection).abs()
-        relative, cosine, distance = self.plain(features)
-        random_relative, random_cosine, random_distance = self.random(hidden)
+        random_relative, random_cosine, random_distance, _ = self.random(hidden)
         measures = [relative, cosine, random_relative, random_cosine, distance, random_distance]
         return torch.stack(measures, dim=1)
 
     def standardised(self, features: Tensor) -> Tensor:
-        """Compute the scores, B: a weighted mean of the standardised measures."""
+        """Compute the scores, B: a weighted mean of the standardised measures.
+
+        0 is the mean of samples of known classes; with a prior, -1 is that of all images.
+        """
         measures = (self.measures(features) - self.center) / self.spread
-        weights = measures.new_tensor(list(WEIGHTS.values()))
-        return measures @ (weights / weights.sum())
+        if self.random is None:
+            far = (measures[:, -1:] + FAR).clamp(max=0)
+            measures = torch.cat([measures[:, :-1], far], dim=1)
+        weights = measures.new_tensor(self.weights)
+        return measures @ (weights / weights.abs().sum()) / self.depth
 
     def typicality(self, scores: Tensor) -> Tensor:
         """Return the share of images of known classes whose score is not above each of `scores`.
@@ -139,8 +236,9 @@ class UnknownScorer(nn.Module):
         return (1 + below) / (1 + self.histogram.sum())
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the typicality of images with these features, B."""
-        return self.typicality(self.standardised(features.to(self.projection.dtype)))
+        """Return the typicality of images from `ViT.plain_tokens`, B."""
+        features = features[:, : len(self.projection)].to(self.projection.dtype)
+        return self.typicality(self.standardised(features))
 
     def can_reject(self, rate: float) -> bool:
         """Whether there are enough images to reject a share of `rate`."""
@@ -185,14 +283,6 @@ def _inverse_transposed(factor: Tensor) -> Tensor:
     """Return the matrix that whitens rows, from the Cholesky factor of their covariance."""
     identity = torch.eye(len(factor), dtype=factor.dtype)
     return torch.linalg.solve_triangular(factor, identity, upper=False).T.contiguous()
-
-
-def _sample(means: Tensor, factor: Tensor) -> Tensor:
-    """Sample features from Gaussians around class means, the same number for each class."""
-    rows = torch.arange(SAMPLES) * len(means) // SAMPLES
-    generator = keyed_generator(0, "samples of known classes")
-    noise = torch.randn(SAMPLES, means.shape[1], dtype=means.dtype, generator=generator)
-    return means[rows] + noise @ factor.T
 
 
 def _squashed(scores: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ docs/lab/unknown.md compares them.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
-features sampled from the current class Gaussians, and what is stored of a lesson is a histogram of
-the standardised scores of its images, computed by cross-validation.
+features sampled from the current class Gaussians and from the Gaussian of all images, and what is
+stored of a lesson is a histogram of the standardised scores of its images, computed by
+cross-validation.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from coda_prompt.errors import BadOption
 from coda_prompt.learner.typicality import (
     BINS,
     HIDDEN,
+    Prior,
     UnknownScorer,
     histogram_bins,
     random_features,
@@ -89,18 +91,18 @@ class UnknownDetector(nn.Module):
     added when the statistics are next read, so that learning does not wait for it.
 
     Args:
-        width: Number of features of the backbone.
+        width: Number of features.
         removable: Store the second moments of each class, so that it can be removed exactly.
+        prior: Statistics of the images the backbone was trained on.
     """
 
-    def __init__(self, width: int, removable: bool = False) -> None:
+    def __init__(self, width: int, removable: bool = False, prior: Prior | None = None) -> None:
         super().__init__()
+        self.width, self.prior = width, prior
         self.moments = FeatureMoments(width, removable=removable)
-        self.hidden = FeatureMoments(HIDDEN, removable=removable)
+        self.hidden = FeatureMoments(HIDDEN, removable=removable) if prior is None else None
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
-        self.known_images = Bank(dtype=torch.int64)
-        """Images in the statistics when those of a class were last scored."""
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         """Features, labels and the number of classes of lessons that are not added yet."""
 
@@ -111,12 +113,13 @@ class UnknownDetector(nn.Module):
         """Return a detector that has learned the images of one more lesson.
 
         Args:
-            features: Class tokens of the plain ViT before its final norm, N x D.
+            features: `ViT.plain_tokens`, of which the first `width` are used.
             labels: The row of the class of each image.
             classes: Number of classes after the lesson.
         """
         detector = copy.deepcopy(self)
-        detector.pending.append((features.detach().cpu().double(), labels, classes))
+        features = features[:, : self.width].detach().cpu().double()
+        detector.pending.append((features, labels, classes))
         return detector
 
     @property
@@ -126,17 +129,12 @@ class UnknownDetector(nn.Module):
 
     def scorer(self) -> UnknownScorer:
         """Return what computes the scores of images from the current statistics."""
-        return UnknownScorer(self.moments, self.hidden, self.histogram())
+        return UnknownScorer(self.moments, self.hidden, self.histogram(), self.prior)
 
     def histogram(self) -> Tensor:
-        """Return the histogram of the scores of known images.
-
-        Scores from when less than half as many images were known are left out: they are of less
-        precise statistics.
-        """
+        """Return the histogram of the scores of known images."""
         self._add_pending()
-        known = self.known_images.frozen
-        return self.scores.frozen[2 * known >= known.max(dim=0, keepdim=True).values].sum(dim=0)
+        return self.scores.frozen.sum(dim=0)
 
     # -- the state in a model
 
@@ -156,6 +154,7 @@ class UnknownDetector(nn.Module):
             Whether the tensors fit the backbone and the number of classes.
         """
         state = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        state.pop("known_images.frozen", None)  # of an earlier version
         if state.keys() != self.state_dict().keys():
             return False
         for name, module in self.named_modules():
@@ -165,51 +164,47 @@ class UnknownDetector(nn.Module):
         if any(own[name].shape != tensor.shape for name, tensor in state.items()):
             return False
         self.load_state_dict(state)
-        parts = (self.moments, self.hidden)
-        rows = {len(self.scores), len(self.known_images)}
-        return rows == {classes} and all(part.is_consistent(classes) for part in parts)
+        consistent = all(part.is_consistent(classes) for part in self._parts())
+        return consistent and len(self.scores) == classes
 
     # -- editing: see methods/additive.py
 
     def drop_classes(self, rows: Sequence[int]) -> None:
         self._add_pending()
-        for part in (self.moments, self.hidden):
+        for part in self._parts():
             part.drop_classes(rows)
-        for bank in (self.scores, self.known_images):
-            bank.keep(other_rows(len(bank), rows))
+        self.scores.keep(other_rows(len(self.scores), rows))
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
         self._add_pending()
-        for part in (self.moments, self.hidden):
+        for part in self._parts():
             part.unite_classes(rows, into)
         unite_rows(self.scores, rows, into)
-        self.known_images.frozen[into] = self.known_images.frozen[list(rows)].max()
-        self.known_images.keep(other_rows(len(self.known_images), [r for r in rows if r != into]))
 
     def absorb(self, other: UnknownDetector, rows: Sequence[int]) -> None:
         self._add_pending()
         other._add_pending()
-        self.moments.absorb(other.moments, rows)
-        self.hidden.absorb(other.hidden, rows)
+        for part, added in zip(self._parts(), other._parts(), strict=True):
+            part.absorb(added, rows)
         absorb_rows(self.scores, other.scores, rows)
-        self.known_images.append([0] * (len(self.scores) - len(self.known_images)))
-        for row, known in zip(rows, other.known_images.frozen, strict=True):
-            self.known_images.frozen[row] = self.known_images.frozen[row].maximum(known)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; their scores stay with the class they were taught as."""
         self._add_pending()
-        features = features.cpu().double()
+        features = features[:, : self.width].cpu().double()
         self.moments.move_images(features, source, labels)
-        self.hidden.move_images(random_features(features), source, labels)
+        if self.hidden is not None:
+            self.hidden.move_images(random_features(features), source, labels)
 
     def grow(self, classes: int) -> None:
         """Add classes without images up to `classes`."""
         self._add_pending()
-        self.moments.grow(classes)
-        self.hidden.grow(classes)
+        for part in self._parts():
+            part.grow(classes)
         self.scores.append(torch.zeros(classes - len(self.scores), BINS))
-        self.known_images.append([0] * (classes - len(self.known_images)))
+
+    def _parts(self) -> list[FeatureMoments]:
+        return [self.moments] if self.hidden is None else [self.moments, self.hidden]
 
     # -- adding a lesson
 
@@ -220,26 +215,26 @@ class UnknownDetector(nn.Module):
 
     def _add(self, features: Tensor, labels: Tensor, classes: int) -> None:
         """Add the images of a lesson, and the scores each has without the images of its fold."""
-        hidden, folds = random_features(features), _folds(labels)
+        folds, prior = _folds(labels), self.prior
+        hidden = None if self.hidden is None else random_features(features)
         self.grow(classes)
         self.moments.add(features, labels)
-        self.hidden.add(hidden, labels)
+        if self.hidden is not None and hidden is not None:
+            self.hidden.add(hidden, labels)
         scores = self.scores.frozen
-        scorer = UnknownScorer(self.moments, self.hidden, scores.sum(dim=0))
+        scorer = UnknownScorer(self.moments, self.hidden, scores.sum(dim=0), prior)
         for fold in folds.unique().tolist():
-            inside = folds == fold
+            inside, hidden_rest = folds == fold, None
             rest = _without(self.moments, features[inside], labels[inside])
-            hidden_rest = _without(self.hidden, hidden[inside], labels[inside])
+            if self.hidden is not None and hidden is not None:
+                hidden_rest = _without(self.hidden, hidden[inside], labels[inside])
             # an image whose class has no other image says nothing about known images
             inside &= rest.counts.frozen[labels] > 0
             if inside.any():
-                scorer = UnknownScorer(rest, hidden_rest, scores.sum(dim=0), like=scorer)
+                scorer = UnknownScorer(rest, hidden_rest, scores.sum(dim=0), prior, scorer)
                 bins = histogram_bins(scorer.standardised(features[inside]))
                 scores = scores.index_add(0, labels[inside], F.one_hot(bins, BINS))
         self.scores.frozen = scores
-        known = self.known_images.frozen.clone()
-        known[labels] = self.moments.counts.frozen.sum()
-        self.known_images.frozen = known
 
 
 def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> FeatureMoments:

@@ -137,8 +137,7 @@ class Engine(Trainer):
             past: Earlier tasks, for methods that train on their images again.
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
-            observe: Called with the class tokens of all training images before the final norm of
-                the plain ViT.
+            observe: Called with `ViT.plain_tokens` of all training images.
             meter: Ends the training when its budget is spent. The first step and what is fitted
                 in closed form are never left out.
 
@@ -169,7 +168,7 @@ class Engine(Trainer):
                 method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
                 losses = self._train(run, resumed)
                 if observe is not None and not (method.closed_form and method.plain_queries):
-                    plain = partial(method.backbone.features, norm=False)
+                    plain = method.backbone.plain_tokens
                     observe(self._table(task.train, lambda images, _: plain(images)))
                 method.end_task()
         finally:

@@ -142,15 +142,15 @@ class Passes:
         return features.contiguous(), queries.contiguous()
 
     def plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Compute the class tokens of the plain ViT before and after its final norm."""
-        vit = method.backbone
+        """Compute `ViT.plain_tokens` of all samples, and their class tokens after the norm."""
+        vit, width = method.backbone, method.vit_config.width
         table = self._table(
             samples,
             lambda images, _: torch.cat(
-                [tokens := vit.features(images, norm=False), vit.norm(tokens)], dim=1
+                [tokens := vit.plain_tokens(images), vit.norm(tokens[:, :width])], dim=1
             ),
         )
-        before, after = table.split(method.vit_config.width, dim=1)
+        before, after = table.split([2 * width, width], dim=1)
         return before.contiguous(), after.contiguous()
 
     def _query_table(self, method: Method, samples: Samples) -> Tensor:

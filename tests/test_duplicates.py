@@ -1,0 +1,148 @@
+"""Hashes of learned images: finding them again, and editing them with the model."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawings import NAMES, drawings
+from PIL import Image
+from small import coda
+
+from coda_prompt import ContinualClassifier
+from coda_prompt.errors import CorruptFile
+from coda_prompt.learner import store
+from coda_prompt.learner.duplicates import BITS, MAX_DIFFERENT_BITS, PREFIX, image_hash
+
+COUNT = 12
+
+
+def taught_with_hashes(*lessons: list[int]) -> ContinualClassifier:
+    classifier = ContinualClassifier("pocket", width=256, verbose=False)
+    for rows in lessons:
+        classifier.learn(*drawings(rows, COUNT), find_duplicates=True)
+    return classifier
+
+
+def classes_of_hashes(classifier: ContinualClassifier) -> dict[str, int]:
+    rows = classifier.network.hashes.rows.frozen.tolist()
+    return {name: rows.count(row) for row, name in enumerate(classifier.classes_)}
+
+
+def repeated(classifier: ContinualClassifier, images: Any, labels: Any) -> list[str]:
+    hints = classifier.learn(images, labels).hints
+    return [hint for hint in hints if hint.startswith("learned before")]
+
+
+def bits(image: Image.Image) -> np.ndarray[Any, Any]:
+    return np.unpackbits(image_hash(image))
+
+
+def test_copies_have_a_close_hash_and_other_images_do_not() -> None:
+    images, _ = drawings(range(30), 10)
+    hashes = np.stack([bits(Image.fromarray(each)) for each in images])
+    apart = (hashes[:, None] != hashes[None]).sum(axis=2)
+    assert apart[~np.eye(len(apart), dtype=bool)].min() > MAX_DIFFERENT_BITS
+    for index in range(0, len(images), 10):
+        original = Image.fromarray(images[index])
+        file = io.BytesIO()
+        original.resize((56, 56), Image.Resampling.BICUBIC).save(file, "JPEG", quality=80)
+        copy = bits(Image.open(file))
+        assert len(copy) == BITS
+        assert (copy != hashes[index]).sum() <= MAX_DIFFERENT_BITS
+
+
+def test_images_of_earlier_lessons_are_named() -> None:
+    classifier = taught_with_hashes([0, 1])
+    new, labels = drawings([2], COUNT)
+    old, _ = drawings([1], 1)
+    brighter = np.clip(old.astype(int) + 12, 0, 255).astype(np.uint8)
+    (hint,) = repeated(classifier, np.concatenate([new, brighter]), [*labels, NAMES[2]])
+    assert f"image {COUNT} ({NAMES[2]}) (as '{NAMES[1]}')" in hint
+    assert "more" not in hint
+    (hint,) = repeated(classifier, *drawings([0], COUNT))
+    assert f"and {COUNT - 5} more" in hint
+    assert not repeated(classifier, *drawings([3], COUNT))
+
+
+def test_without_the_option_nothing_is_stored_or_compared() -> None:
+    classifier = ContinualClassifier("pocket", width=256, verbose=False)
+    classifier.learn(*drawings([0, 1], COUNT))
+    assert not repeated(classifier, *drawings([0], COUNT))
+    assert not any(name.startswith(PREFIX) for name in classifier._model().tensors)
+    classifier.learn(*drawings([2], COUNT), find_duplicates=True)
+    classifier.learn(*drawings([3], COUNT), find_duplicates=False)
+    assert classes_of_hashes(classifier)[NAMES[2]] == COUNT
+    assert classes_of_hashes(classifier)[NAMES[3]] == 0
+
+
+def test_hashes_are_saved_undone_and_redone(tmp_path: Path) -> None:
+    classifier = taught_with_hashes([0, 1], [2])
+    classifier.save(tmp_path / "model")
+    loaded = ContinualClassifier.load(tmp_path / "model", verbose=False)
+    assert classes_of_hashes(loaded) == {NAMES[row]: COUNT for row in range(3)}
+    loaded.undo()
+    assert not repeated(loaded, *drawings([2], COUNT))
+    loaded.undo()
+    loaded.redo()
+    assert repeated(loaded, *drawings([2], COUNT))
+
+
+def test_edits_move_the_hashes() -> None:
+    classifier = taught_with_hashes([0, 1, 2], [3, 4])
+    classifier.forget(NAMES[1])
+    kept = classes_of_hashes(classifier)
+    assert kept == {NAMES[row]: COUNT for row in (0, 2, 3, 4)}
+    classifier.undo()  # forgotten there, too
+    assert classes_of_hashes(classifier) == {NAMES[row]: COUNT for row in (0, 2)}
+    classifier.redo()
+    classifier.merge_classes([NAMES[0], NAMES[3]], "both")
+    assert classes_of_hashes(classifier) == {"both": 2 * COUNT, NAMES[2]: COUNT, NAMES[4]: COUNT}
+    images, _ = drawings([4], COUNT)
+    classifier.relabel(images[:2], ["new", NAMES[2]], taught_as=NAMES[4])
+    counts = classes_of_hashes(classifier)
+    assert (counts["new"], counts[NAMES[2]], counts[NAMES[4]]) == (1, COUNT + 1, COUNT - 2)
+    (hint,) = repeated(classifier, images[:1], ["new"])
+    assert "(as 'new')" in hint
+
+
+def test_merged_models_have_the_hashes_of_both() -> None:
+    first, second = taught_with_hashes([0, 1]), taught_with_hashes([2, 1])
+    merged = ContinualClassifier.merge([first, second])
+    expected = {NAMES[0]: COUNT, NAMES[1]: 2 * COUNT, NAMES[2]: COUNT}
+    assert classes_of_hashes(merged) == expected
+    (hint,) = repeated(merged, *drawings([2], 1))
+    assert f"(as '{NAMES[2]}')" in hint
+
+
+def test_hashes_that_do_not_fit_are_refused() -> None:
+    model = taught_with_hashes([0, 1])._model()
+    for name, tensor in (
+        ("rows.frozen", torch.full((2 * COUNT,), 2)),
+        ("rows.frozen", torch.zeros(3, dtype=torch.int64)),
+        ("hashes.frozen", torch.zeros(2 * COUNT, 3, dtype=torch.uint8)),
+        ("hashes.frozen", torch.zeros(2 * COUNT, 15)),
+    ):
+        damaged = store.Model(model.description, {**model.tensors, PREFIX + name: tensor})
+        classifier = ContinualClassifier("pocket", width=256, verbose=False)
+        with pytest.raises(CorruptFile, match="hashes"):
+            classifier.network.set_state(damaged, "model")
+
+
+def test_command_line(tmp_path: Path, drawing_folders: Path) -> None:
+    for folder, rows in (("first", (0, 1)), ("second", (2, 3))):
+        for row in rows:
+            target = tmp_path / folder / NAMES[row]
+            shutil.copytree(drawing_folders / "test" / NAMES[row], target)
+    coda("learn", "model", "first", "--find-duplicates", cwd=tmp_path)
+    copied = sorted((tmp_path / "first" / NAMES[0]).iterdir())[0]
+    Image.open(copied).resize((40, 40)).save(tmp_path / "second" / NAMES[2] / "copy.png")
+    shown = coda("learn", "model", "second", "--json", cwd=tmp_path)
+    hints = json.loads(shown.stdout)["hints"]
+    assert any("copy.png" in hint and f"(as '{NAMES[0]}')" in hint for hint in hints)
