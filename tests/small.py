@@ -141,9 +141,9 @@ def brief(method: Method, new: int, known: tuple[int, ...] = (), seed: int = 0) 
 
 
 def quick_options(name: str) -> dict[str, int]:
-    """Options for a short training: alignments of one epoch with small batches."""
+    """Options for a short training: small alignments, few random features."""
     known = {field.name for field in fields(methods.find(name).type.Config)}
-    short = {"align_epochs": 1, "align_samples": 64, "infer_epochs": 1, "rank": 4}
+    short = {"align_epochs": 1, "align_samples": 64, "infer_epochs": 1, "rank": 4, "width": 64}
     return {option: value for option, value in short.items() if option in known}
 
 

@@ -59,6 +59,7 @@ signal.pause()
 
 
 @pytest.mark.posix
+@pytest.mark.slow
 def test_runs_on_a_running_cluster_are_interrupted_and_resumed(
     tiny: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

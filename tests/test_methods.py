@@ -157,8 +157,8 @@ def test_a_method_from_a_file_learns_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "problem"),
     [
-        (MINE, "Other", "no method class 'Other'"),
-        ("class Mine: pass", "Mine", "no method class 'Mine'"),
+        (MINE, "Other", "there is no class 'Other'"),
+        ("class Mine: pass", "Mine", "'Mine' does not inherit from"),
         ("import nothing_of_that_name", "Mine", "nothing_of_that_name"),
         ("def broken(:", "Mine", "invalid syntax"),
         (

@@ -206,7 +206,7 @@ def test_preset_runs_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
     run = coda(
         "bench", name, "--methods", chosen, "--trials", "1", "--json", "--data", str(data),
         "--out", str(tmp_path), "--set", f"backbone={data / 'tiny.safetensors'}",
-        "--set", "training.epochs=1", "--set", "methods.ranpac.options.width=64",
+        "--set", "training.epochs=1",
         *(part for setting in settings for part in ("--set", setting)),
     )  # fmt: skip
     assert run.exit_code == 0, run.exception
