@@ -45,7 +45,7 @@ def merge_classes(
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Unite classes into one, as if they had been taught under one name."""
+    """Merge classes into one, as if they had been taught under one name."""
     with _edited(model, backbone, method) as classifier:
         classifier.merge_classes(names, into)
     _print_state(model, f"{join_names(names)} are now {into}", as_json)
@@ -185,7 +185,7 @@ def merge(
 ) -> None:
     """Join models that were taught apart, without their images.
 
-    They need the same closed-form method and backbone. Classes of the same name are united.
+    They need the same closed-form method and backbone. Classes of the same name are merged.
     """
     from coda_prompt.learner import store
     from coda_prompt.learner.classifier import ContinualClassifier
@@ -196,8 +196,12 @@ def merge(
         ContinualClassifier.load(each, backbone=backbone, method=method, verbose=False)
         for each in models
     ]
-    ContinualClassifier.merge(classifiers).save(out)
+    joined = ContinualClassifier.merge(classifiers)
+    joined.save(out)
     _print_state(out, f"{len(models)} models joined", as_json)
+    if joined.network.detector is None:
+        reason = "not all of the models have statistics of this version for it"
+        console.print_message(f"--unknown auto will not work with the joined model: {reason}")
 
 
 def _edited(
