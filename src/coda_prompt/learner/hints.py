@@ -43,10 +43,11 @@ def lesson_hints(
         image_name: From the position of an image in the lesson to its name.
     """
     features, labels, hints = features.detach().cpu().double(), labels.cpu(), list[str]()
-    directions = F.normalize(features[:MAX_COMPARED])
-    pairs = (directions @ directions.T).triu(diagonal=1) > DUPLICATE
-    if len(features) <= MAX_COMPARED and pairs.any():
-        found = pairs.nonzero().tolist()
+    found: list[list[int]] = []
+    if len(features) <= MAX_COMPARED:
+        directions = F.normalize(features)
+        found = ((directions @ directions.T).triu(diagonal=1) > DUPLICATE).nonzero().tolist()
+    if found:
         found.sort(key=lambda pair: bool(labels[pair[0]] == labels[pair[1]]))
         shown = [
             f"{image_name(first)} and {image_name(second)}"
