@@ -168,6 +168,33 @@ def test_a_forgotten_class_is_in_no_version(tmp_path: Path) -> None:
     assert model.classes_ == [NAMES[0]]
 
 
+def test_a_forgotten_class_leaves_no_trace_with_images_held_out() -> None:
+    """Images are held out by class: leaving a class out changes nothing for the others."""
+    options = {"width": 256}
+    forgetting = ContinualClassifier("pocket", "ranpac", options=options, removable=True)
+    expected = ContinualClassifier("pocket", "ranpac", options=options, removable=True)
+    forgetting.learn(*drawings(range(4), 12))
+    expected.learn(*drawings([0, 2, 3], 12))
+    forgetting.forget(NAMES[1])
+    assert forgetting.classes_ == expected.classes_
+    test = drawings([0, 2, 3], 20, test=True)[0]
+    assert forgetting.predict(test).tolist() == expected.predict(test).tolist()
+
+
+def test_forgetting_drops_undone_versions_and_is_recorded_in_earlier_ones() -> None:
+    classifier = taught([0, 1, 2], [3])
+    classifier.rename(NAMES[0], "first")
+    classifier.merge_classes([NAMES[1], NAMES[2]], "both")
+    classifier.undo()
+    classifier.forget(NAMES[2])
+    with pytest.raises(NothingToUndo):
+        classifier.redo()
+    assert classifier.classes_ == ["first", NAMES[1], NAMES[3]]
+    classifier.undo()
+    assert classifier.classes_ == [NAMES[0], NAMES[1], NAMES[3]]
+    assert [edit.what for edit in classifier.network.edits] == ["forgot a class"]
+
+
 def test_a_closed_form_without_sums_of_classes_refuses_to_forget() -> None:
     classifier = taught([0, 1], method="loranpac", width=64)
     with pytest.raises(CannotEdit, match="stores no sums"):

@@ -95,7 +95,7 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
 def choose_backbone(samples: Sequence[Sample]) -> tuple[str, str]:
     """Return the embedded backbone for the majority of the images, and why."""
     count, drawings = len(samples), sum(sample.drawing for sample in samples)
-    if drawings >= count - drawings:
+    if drawings > count - drawings:
         return "pocket", f"pocket: {drawings} of {count} sampled images are drawings"
     return "photo", f"photo: {count - drawings} of {count} sampled images are photographs"
 

@@ -187,9 +187,9 @@ class ContinualClassifier(EditableEstimator):
         with bar or contextlib.nullcontext(), restored_on_error(network.method):
             if checked is not None:
                 before = known_accuracies(network, checked, known, engine)
-            task = make_task(network, images, validation)
             if progress is not None:
                 checkpointer = open_checkpoints(network, progress, images, training, validation)
+            task = make_task(network, images, validation, checkpointer)
             tokens: list[Tensor] = []
             engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
             record = make_record(network, images, task, engine)

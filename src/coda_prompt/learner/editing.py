@@ -135,20 +135,28 @@ def forget(classifier: EditableEstimator, name: str) -> Forgotten:
     remains = _what_remains(classifier, name)
     history.read_all()
     with _unchanged_on_error(classifier, current):
-        before, after, now = (
+        before, now = (
             [_without(classifier, each, names_in(each, current, name)) for each in models]
-            for models in (history.before, history.after, [current])
+            for models in (history.before, [current])
         )
     assert now[0] is not None
-    pairs = zip((*history.before, *history.after), (*before, *after), strict=True)
-    changed = sum(old is not new for old, new in pairs)
-    history.before = [each for each in before if each is not None]
-    history.after = [each for each in after if each is not None]
-    classifier.network.set_state(now[0], "the edited model")
-    edit = _edit(classifier.network.tasks, "forgot a class", [])
-    classifier.network.edits = [*classifier.network.edits, edit]
+    pairs = list(zip(history.before, before, strict=True))
+    changed = sum(old is not new for old, new in pairs) + len(history.after)
+    history.before = [
+        new if new is old else _with_forgotten_class(new) for old, new in pairs if new is not None
+    ]
+    history.after = []
+    forgotten = _with_forgotten_class(now[0])
+    classifier.network.set_state(forgotten, "the edited model")
     classifier._saved = None
     return Forgotten(name, images, changed, remains)
+
+
+def _with_forgotten_class(version: Model) -> Model:
+    """Record in a version that a class was removed from it; its name is not recorded."""
+    description = version.description
+    edits = [*description.edits, _edit(description.tasks, "forgot a class", [])]
+    return Model(description.model_copy(update={"edits": edits}), version.tensors)
 
 
 def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> dict[str, int]:

@@ -43,8 +43,16 @@ def lesson_training(network: Network, options: dict[str, Any]) -> Training:
     return make_config(Training, "the training", values)
 
 
-def make_task(network: Network, images: Labelled, validation: float) -> Task:
-    """Number the classes as rows of the head and hold out a share of each class."""
+def make_task(
+    network: Network,
+    images: Labelled,
+    validation: float,
+    checkpointer: Checkpointer | None = None,
+) -> Task:
+    """Number the classes as rows of the head and hold out a share of each class.
+
+    A lesson that an earlier version has interrupted holds out the same images as there.
+    """
     if not 0 <= validation < 1:
         raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
     index, known = len(network.tasks), network.classes
@@ -52,11 +60,15 @@ def make_task(network: Network, images: Labelled, validation: float) -> Task:
     own = np.array([names.index(name) for name in images.names])
     labels = own[images.split.labels]
     held_out = np.zeros(len(labels), bool)
-    # The same for every lesson, so that a lesson holds out the same images in any model.
-    key = index if network.held_out_by_lesson else 0
-    generator = keyed_generator(network.training.seed, key, "held out")
-    for row in own:
+    seed = network.training.seed
+    by_lesson = keyed_generator(seed, index, "held out")
+    interrupted = None if checkpointer is None else checkpointer.latest
+    earlier = network.held_out_by_lesson or (interrupted is not None and interrupted.format < 2)
+    for row, name in zip(own, images.names, strict=True):
         members = np.flatnonzero(labels == row)
+        # Keyed by the class: it holds out the same images in any lesson, beside any other class.
+        by_class = keyed_generator(seed, name, "held out")
+        generator = by_lesson if earlier else by_class
         order = torch.randperm(len(members), generator=generator).numpy()
         if validation and len(members) >= MIN_IMAGES_TO_HOLD_OUT:
             count = max(1, round(validation * len(members)))
