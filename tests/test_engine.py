@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +179,18 @@ def test_an_upper_bound_learns_everything_at_once() -> None:
     assert len(watched.labels) == 1
 
 
+def break_fourth_loss(method: Method) -> Callable[[TrainingBatch], Loss]:
+    """Let the fourth loss of a method be infinite; return its real loss."""
+    loss, calls = method.loss, itertools.count(1)
+
+    def breaks(batch: TrainingBatch) -> Loss:
+        found = loss(batch)
+        return found._replace(mean=found.mean * math.inf) if next(calls) == 4 else found
+
+    method.loss = breaks  # type: ignore[method-assign]
+    return loss
+
+
 @pytest.mark.parametrize("name", ["coda-p", "l2p++", "dualprompt", "ft", "lwf-mc", "er-5000"])
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> None:
     first, second = make_stream(patterns(5, 6), tasks=2).tasks
@@ -184,14 +198,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_state(name: str) -> Non
     engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
     engine.learn(method, first)
     before = {key: tensor.clone() for key, tensor in method.learned_state().items()}
-    loss, calls = method.loss, []
-
-    def breaks(batch: TrainingBatch) -> Loss:
-        calls.append(len(batch.labels))
-        found = loss(batch)
-        return found._replace(mean=found.mean * math.inf) if len(calls) == 4 else found
-
-    method.loss = breaks  # type: ignore[method-assign]
+    loss = break_fourth_loss(method)
     where = "epoch 2, step 1" if name == "er-5000" else "epoch 2, step 2"  # replay: 3 steps
     with pytest.raises(NonFiniteLoss, match=f"task 2, {where}"):
         engine.learn(method, second, past=[first])
@@ -262,14 +269,7 @@ def test_the_host_waits_for_losses_once_in_ten_steps(
 def test_a_non_finite_loss_is_noticed_when_the_host_waits() -> None:
     (task,) = make_stream(patterns(4, 40), tasks=1).tasks
     method = methods.make("ft++", tiny_vit())
-    loss, calls = method.loss, []
-
-    def breaks(batch: TrainingBatch) -> Loss:
-        calls.append(len(batch.labels))
-        found = loss(batch)
-        return found._replace(mean=found.mean * math.inf) if len(calls) == 4 else found
-
-    method.loss = breaks  # type: ignore[method-assign]
+    break_fourth_loss(method)
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8))
     engine.wait_every = 10
     with pytest.raises(NonFiniteLoss, match="task 1, epoch 1, step 10"):
