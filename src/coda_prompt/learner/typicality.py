@@ -254,7 +254,11 @@ class UnknownScorer(nn.Module):
 
     def can_reject(self, rate: float) -> bool:
         """Whether there are enough images to reject a share of `rate`."""
-        return int(self.histogram.sum()) >= images_needed(rate)
+        return not self.missing_images(rate)
+
+    def missing_images(self, rate: float) -> int:
+        """Return how many more images must be learned to reject a share of `rate`."""
+        return max(0, images_needed(rate) - int(self.histogram.sum()))
 
     def check_rate(self, rate: float) -> None:
         """Check that images can be rejected at a rate.

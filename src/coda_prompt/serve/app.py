@@ -248,7 +248,8 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
         "tasks": version.classifier.tasks_,
         "can_undo": version.classifier.can_undo,
         "can_redo": version.classifier.can_redo,
-        "can_reject": version.can_reject,
+        "can_reject": version.missing_images == 0,
+        "missing_images": version.missing_images,
         "learning": service.learning,
         "temporary": service.temporary,
         "models": [

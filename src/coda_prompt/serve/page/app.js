@@ -13,6 +13,7 @@ import * as prediction from "./prediction.js";
 
 const LIVE_INTERVAL = 150; // ms between two predictions of the camera, at least
 const MAX_PROBLEMS = 3; // files that are named when some cannot be read
+const MAX_NAMES = 10; // lost classes that are named
 
 // -- what is shown: a drawing, the camera, or an image
 
@@ -125,6 +126,8 @@ prediction.onAnswer(({ image, prediction: answer }) => explain(answer ? image : 
 // -- the service
 
 let seenVersion = null;
+let seenClasses = []; // the last that the service had
+let restarted = false; // whether the service answers again and its classes were not compared yet
 let checkedJob = null; // the newest lesson whose cost was measured
 
 async function refresh() {
@@ -141,6 +144,8 @@ async function refresh() {
     if (current) link.setAttribute("aria-current", "page");
     return link;
   }));
+  if (restarted) reportLost(seenClasses.filter((name) => !names.includes(name)), model.temporary);
+  [seenClasses, restarted] = [names, false];
   classes.show(model, names);
   lesson.setKnown(names);
   prediction.setModel(model, names.length);
@@ -148,6 +153,16 @@ async function refresh() {
   document.body.dataset.ready = "true";
 }
 const refreshShown = showErrors(refresh);
+
+// A temporary model begins anew when its service is killed.
+function reportLost(lost, temporary) {
+  element("lost").hidden = !lost.length;
+  const shown = lost.slice(0, MAX_NAMES).join(", "), others = lost.length - MAX_NAMES;
+  element("lost-classes").textContent = `The service was restarted, and its model does not know these classes any more: ${
+    others > 0 ? `${shown} and ${others} more` : shown}.${
+    temporary ? " Temporary models are lost when the service stops; to save what you teach, start it with a model folder: coda serve MODEL" : ""}`;
+}
+element("close-lost").onclick = () => { element("lost").hidden = true; };
 
 function onState({ version, job }) {
   if (job?.state === "done" && job.version === version && version !== seenVersion) {
@@ -167,7 +182,7 @@ function onGone(value) {
   element("gone").textContent = gone ? "The service does not answer. The page tries again every second; your examples are kept." : "";
   document.body.classList.toggle("offline", gone);
   lesson.setOnline(!gone);
-  if (!gone) refreshShown();
+  if (!gone) { restarted = true; refreshShown(); }
 }
 
 element("token-form").onsubmit = showErrors(async (event) => {
