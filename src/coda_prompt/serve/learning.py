@@ -135,7 +135,9 @@ class Teacher:
                 self._sha256 = store.model_sha256(self.model)
         except (CodaError, OSError) as error:
             self._classifier = None  # it may have learned what could not be saved
-            reason = str(error) if isinstance(error, CodaError) else f"{error.strerror or error}"
+            reason = str(error)
+            if isinstance(error, OSError):
+                reason = f"The model folder cannot be read or written ({error.strerror or error})."
             send_line("failed", reason=reason)
             return
         fields = {**dataclasses.asdict(learned), "forgotten": None, "kept": None}

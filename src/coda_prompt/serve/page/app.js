@@ -3,7 +3,7 @@
 import { json, watch } from "./api.js";
 import * as camera from "./camera.js";
 import * as classes from "./classes.js";
-import { announce, element, forDrawings, make, showErrors } from "./dom.js";
+import { announce, element, forDrawings, listed, make, short, showErrors } from "./dom.js";
 import * as drawing from "./drawing.js";
 import { explain } from "./explanation.js";
 import { accept, acceptPasted, reduced } from "./files.js";
@@ -12,8 +12,8 @@ import * as lesson from "./lesson.js";
 import * as prediction from "./prediction.js";
 
 const LIVE_INTERVAL = 150; // ms between two predictions of the camera, at least
+const MANY_FILES = 20; // from here on the page counts the files it reads
 const MAX_PROBLEMS = 3; // files that are named when some cannot be read
-const MAX_NAMES = 10; // lost classes that are named
 
 // -- what is shown: a drawing, the camera, or an image
 
@@ -90,14 +90,16 @@ element("lesson").onsubmit = showErrors(async (event) => {
 
 const addFiles = showErrors(async (files) => {
   const name = lesson.className(), problems = [];
-  for (const file of files) {
+  for (const [number, file] of files.entries()) {
+    if (files.length > MANY_FILES) element("name-hint").textContent = `Reading file ${number + 1} of ${files.length}…`;
     try {
       lesson.add(name, await reduced(file));
     } catch (error) {
       problems.push(error.message);
     }
   }
-  announce(`${files.length - problems.length} examples of ${name} added.`, 0);
+  if (files.length > MANY_FILES) element("name-hint").textContent = "";
+  announce(`${files.length - problems.length} examples of ${short(name)} added.`, 0);
   if (problems.length) throw new Error(summary(problems, files.length));
 });
 
@@ -157,9 +159,8 @@ const refreshShown = showErrors(refresh);
 // A temporary model begins anew when its service is killed.
 function reportLost(lost, temporary) {
   element("lost").hidden = !lost.length;
-  const shown = lost.slice(0, MAX_NAMES).join(", "), others = lost.length - MAX_NAMES;
-  element("lost-classes").textContent = `The service was restarted, and its model does not know these classes any more: ${
-    others > 0 ? `${shown} and ${others} more` : shown}.${
+  if (lost.length) element("report").textContent = element("edit-report").textContent = "";
+  element("lost-classes").textContent = `The service was restarted, and its model does not know these classes any more: ${listed(lost)}.${
     temporary ? " Temporary models are lost when the service stops; to save what you teach, start it with a model folder: coda serve MODEL" : ""}`;
 }
 element("close-lost").onclick = () => { element("lost").hidden = true; };
