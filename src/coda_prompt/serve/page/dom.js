@@ -39,6 +39,7 @@ export function showError(error, action) {
   const box = element("error");
   box.textContent = error?.message ?? "";
   box.hidden = !error?.message;
+  box.toggleAttribute("data-no-answer", Boolean(error?.noAnswer)); // the banner says it, too
 }
 
 // Wraps an action of the user: its error is shown, and its success removes any older error.
