@@ -102,5 +102,5 @@ function showUnknownHint() {
   hint.hidden = !model?.classes || missing === 0;
   hint.textContent = missing === null
     ? "This model cannot recognise unknown images: it was made by an earlier version."
-    : `Unknown images are not recognised reliably yet: the model needs ${missing} more ${missing === 1 ? "example" : "examples"} of any class.`;
+    : `Unknown images are not recognised reliably yet: the model needs at least ${missing} more ${missing === 1 ? "example" : "examples"} of any class.`;
 }
