@@ -318,6 +318,27 @@ def test_undo_to_the_first_lesson_and_back_is_bit_for_bit(tmp_path: Path) -> Non
     assert difference["only_second"] == {NAMES[5]: 6}
 
 
+@pytest.mark.parametrize("method", ["ncm", "ranpac"])
+def test_first_lesson_of_a_stored_model_can_be_undone(method: str, tmp_path: Path) -> None:
+    untaught(method).save(tmp_path)
+    empty = (tmp_path / store.MODEL).read_bytes()
+    classifier = ContinualClassifier.load(tmp_path)
+    classifier.learn(*drawings([0, 1], 6))
+    before = classifier.predict_proba(TEST)
+    classifier.undo()
+    assert (classifier.classes_, classifier.can_undo) == ([], False)
+    classifier.redo()
+    assert (classifier.predict_proba(TEST) == before).all()
+    classifier.forget(NAMES[0])  # the empty version does not have it
+    classifier.save(tmp_path)
+    assert coda("undo", str(tmp_path)).returncode == 0
+    restored = ContinualClassifier.load(tmp_path)
+    assert restored.classes_ == []
+    assert (tmp_path / store.MODEL).read_bytes() == empty
+    restored.learn(*drawings([2], 6))
+    assert restored.classes_ == [NAMES[2]]
+
+
 def test_ten_earlier_versions_are_stored(tmp_path: Path) -> None:
     classifier = taught_whole("ncm", [0, 1])
     for step in range(12):

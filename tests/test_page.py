@@ -524,6 +524,9 @@ def test_files_and_names_that_cannot_be_used(browser: Any, photo_model: Path) ->
         assert page.locator(image).evaluate("image => image.naturalWidth") == 30
         send_files(page, "#show", colours(180, 0, 0, count=3), "drop")
         shows(page, "#error", "Of 3 files, image.png was classified.")
+        page.get_by_role("button", name="Remove all examples of 🦊").click()
+        shows(page, "#teach-hint", "No examples yet.")
+        assert page.locator(".strip").count() == 0
 
 
 def tiff() -> bytes:
@@ -622,14 +625,28 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         page.keyboard.press("Enter")
         shows(page, "#report", "Learned clock in")
         shows(page, "#prediction-hint", "knows one class only")
+        tab_to(page, "#undo")  # the first lesson, too
+        page.keyboard.press("Enter")
+        shows(page, "#count", "(0)")
+        shows(page, "#prediction-hint", "not learned anything yet")
+        tab_to(page, "#redo")
+        page.keyboard.press("Enter")
+        shows(page, "#count", "(1)")
 
 
-def test_page_shows_that_the_service_is_gone_and_returns(browser: Any, photo_model: Path) -> None:
+def test_page_shows_that_the_service_is_gone_and_what_it_has_lost(
+    browser: Any, photo_model: Path, tmp_path: Path
+) -> None:
+    anew = shutil.copytree(photo_model, tmp_path / "anew")  # as a temporary model begins
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(contextlib.ExitStack())
         port = str(20_000 + os.getpid() % 10_000)  # one that the system gives to nobody meanwhile
         client = service.enter_context(served(str(photo_model), "--port", port))
         page = stack.enter_context(opened(browser, str(client.base_url)))
+        assert not page.locator("#unknown-hint").is_visible()
+        learned_colours(client, "blue", "green")
+        # 19 are needed, and of 2 x 6 images one of each class was held out
+        shows(page, "#unknown-hint", "the model needs at least 9 more examples")
         page.fill("#name", "red")
         send_files(page, "#teaching", colours(180, 0, 0), "drop")
         page.wait_for_selector("#teach:enabled")
@@ -637,8 +654,12 @@ def test_page_shows_that_the_service_is_gone_and_returns(browser: Any, photo_mod
         page.wait_for_selector("#gone:not([hidden])")
         page.wait_for_selector("#teach:disabled")
         screenshot(page, "gone")
-        stack.enter_context(served(str(photo_model), "--port", port))
+        stack.enter_context(served(str(anew), "--port", port))
         page.wait_for_selector("#gone", state="hidden")
+        shows(page, "#lost", "does not know these classes any more: blue, green.")
+        screenshot(page, "lost")
+        page.click("#close-lost")
+        page.wait_for_selector("#lost", state="hidden")
         page.click("#teach:enabled")
         page.wait_for_function("document.querySelectorAll('#classes li').length === 1")
 

@@ -570,6 +570,9 @@ def test_demo_model_has_statistics_of_unknown_images_and_held_out_counts() -> No
     with served() as client:
         described = client.get("/v1/model").json()
         assert (described["temporary"], described["can_reject"]) == (True, True)
+        assert described["missing_images"] == 0
+        empty = client.get("/models/photographs/v1/model").json()
+        assert (empty["can_reject"], empty["missing_images"]) == (False, 19)
         assert len(client.get("/v1/accuracy").json()["classes"]) == 40
         images = drawings(range(50, 55), 10, test=True)[0]
         answer = client.post("/v1/predict?unknown=auto", files=files(images)).json()

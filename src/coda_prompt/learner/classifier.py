@@ -179,7 +179,8 @@ class ContinualClassifier(EditableEstimator):
         if shown:
             feedback.announce(chosen or network.backbone_name, images, warnings)
         known = network.classes
-        previous = self._model() if known else None
+        stored = self._home is not None and chosen is None  # with nothing learned yet
+        previous = self._model() if known or stored else None
         before, after, checkpointer = {}, {}, None
         bar = feedback.LearnerProgress() if shown and on_event is None else None
         show = bar.on_event if bar else on_event or (lambda event: None)

@@ -126,9 +126,12 @@ class Predictor:
         if rule.rate is not None:
             self.scorer.check_rate(rule.rate)
 
-    def can_reject(self, rate: float) -> bool:
-        """Whether `check` accepts a rule with this rate."""
-        return self.detector is not None and self.scorer.can_reject(rate)
+    def missing_images(self, rate: float) -> int | None:
+        """Return how many more images must be learned until `check` accepts a rule with this rate.
+
+        None if no images suffice: the model was made by an earlier version.
+        """
+        return None if self.detector is None else self.scorer.missing_images(rate)
 
     def logits(self, images: Sequence[Tensor], *, typicality: bool = False) -> Tensor:
         """Return the logits of preprocessed images, B x classes in float64 on the CPU.

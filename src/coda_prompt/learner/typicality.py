@@ -8,6 +8,7 @@ and of random features of them. docs/lab/unknown.md compares them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 
 import numpy as np
@@ -77,6 +78,16 @@ class Prior:
         """Number of features."""
         return len(self.covariance)
 
+    @cached_property
+    def total(self) -> Tensor:
+        """Covariance of all images."""
+        return self.covariance + torch.cov(self.class_means.T)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Mean of all images."""
+        return self.class_means.mean(dim=0)
+
 
 class Gaussians(nn.Module):
     """Classes as Gaussians with one shared covariance, and all images as one Gaussian.
@@ -104,9 +115,9 @@ class Gaussians(nn.Module):
         prior_means = self.means[:0]
         if prior is not None:  # of so many images that nothing needs to be shrunk
             own, prior_means = freedom / (freedom + PRIOR_IMAGES), prior.class_means
-            mean = own * mean + (1 - own) * prior_means.mean(dim=0)
+            mean = own * mean + (1 - own) * prior.mean
             covariance = own * covariance + (1 - own) * prior.covariance
-            total = own * total + (1 - own) * (prior.covariance + torch.cov(prior_means.T))
+            total = own * total + (1 - own) * prior.total
         else:
             covariance = shrink_covariance(covariance, freedom)
             total = shrink_covariance(total, count - 1)
@@ -190,7 +201,8 @@ class UnknownScorer(nn.Module):
         self.plain = Gaussians(moments, prior)
         self.random = None if hidden is None else Gaussians(hidden)
         self.weights = list((WEIGHTS if prior is None else PRIOR_WEIGHTS).values())
-        self.register_buffer("projection", _projection(moments.sums.frozen.shape[1]))
+        projection = _projection(moments.sums.frozen.shape[1]) if like is None else like.projection
+        self.register_buffer("projection", projection)
         self.register_buffer("histogram", histogram.double())
         if like is None:
             sampled = self.measures(self.plain.sample_classes())
@@ -242,7 +254,11 @@ class UnknownScorer(nn.Module):
 
     def can_reject(self, rate: float) -> bool:
         """Whether there are enough images to reject a share of `rate`."""
-        return int(self.histogram.sum()) >= images_needed(rate)
+        return not self.missing_images(rate)
+
+    def missing_images(self, rate: float) -> int:
+        """Return how many more images must be learned to reject a share of `rate`."""
+        return max(0, images_needed(rate) - int(self.histogram.sum()))
 
     def check_rate(self, rate: float) -> None:
         """Check that images can be rejected at a rate.

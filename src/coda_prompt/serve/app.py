@@ -40,6 +40,15 @@ MODEL_ROUTERS = (api, editing.api, downloads.api)
 """Routes of each model; `pages` has those of the service."""
 
 
+class PageFiles(StaticFiles):
+    """Files of the page. Browsers ask for each file again, so versions never mix."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
 def make_app(services: Mapping[str, Service], policy: AccessPolicy | None = None) -> FastAPI:
     """Make the HTTP application of one or more models.
 
@@ -63,7 +72,7 @@ def make_app(services: Mapping[str, Service], policy: AccessPolicy | None = None
         _make_model_app(service, name, paths, lifespan) for name, service in services.items()
     )
     app.include_router(pages)
-    app.mount("/page", StaticFiles(directory=str(PAGE)), name="page")
+    app.mount("/page", PageFiles(directory=str(PAGE)), name="page")
     for other in others:
         app.mount(paths[other.state.name].rstrip("/"), other)
     app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_path)), name="docs")
@@ -248,7 +257,8 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
         "tasks": version.classifier.tasks_,
         "can_undo": version.classifier.can_undo,
         "can_redo": version.classifier.can_redo,
-        "can_reject": version.can_reject,
+        "can_reject": version.missing_images == 0,
+        "missing_images": version.missing_images,
         "learning": service.learning,
         "temporary": service.temporary,
         "models": [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,20 @@ MAX_PER_CLASS, MAX_HELD_OUT = 4, 32
 """Held-out images of each class and of all classes."""
 
 
+@dataclass(frozen=True, eq=False)
+class CheckImage:
+    """An image of a known class, as an array or as an uploaded file."""
+
+    label: str
+    content: Any
+
+    def decode(self) -> Any:
+        """Return the image as the classifier reads it."""
+        if isinstance(self.content, bytes):
+            return decode_image(self.content, f"a held-out image of {self.label}")
+        return self.content
+
+
 class CheckImages:
     """Test drawings of the classes of pocket, and held-out images of the lessons so far.
 
@@ -25,61 +41,59 @@ class CheckImages:
     """
 
     def __init__(self) -> None:
-        self._held_out: dict[str, list[Example]] = {}
-        self._accuracies: dict[str, float] = {}
-        """By the hash of the version and the number of images."""
+        self._held_out: dict[str, list[CheckImage]] = {}
+        self._sha256: str | None = None
+        self._right: dict[CheckImage, bool] = {}
+        """Whether the version with the hash `_sha256` predicts an image right."""
 
     def add(self, examples: Sequence[Example], learned: Learned) -> None:
         """Hold the images in memory that a lesson has held out."""
-        added: dict[str, list[Example]] = {}
-        for index in learned.held_out_images:
-            added.setdefault(examples[index].label, []).append(examples[index])
+        added: dict[str, list[CheckImage]] = {}
+        for example in (examples[index] for index in learned.held_out_images):
+            image = CheckImage(example.label, example.content)
+            added.setdefault(example.label, []).append(image)
         for name, own in added.items():
             self._held_out[name] = own[:MAX_PER_CLASS]
 
-    def labels(self, classifier: ContinualClassifier, classes: Sequence[str]) -> list[str]:
-        """Return the class of each image to check."""
-        return self._images(classifier, classes)[1]
+    def images(self, classifier: ContinualClassifier, classes: Sequence[str]) -> list[CheckImage]:
+        """Return the images of some classes."""
+        names = [name for name in classes if name in self._held_out][-MAX_HELD_OUT:]
+        count = max(1, MAX_HELD_OUT // max(1, len(names)))
+        images = [image for name in names for image in self._held_out[name][:count]]
+        if classifier.backbone_name == "pocket":
+            images += [image for name in classes for image in self._test_drawings.get(name, [])]
+        return images
 
     def accuracy(
         self, classifier: ContinualClassifier, sha256: str | None, classes: Sequence[str]
     ) -> float | None:
         """Measure the accuracy of some classes; None if there are no images of them.
 
+        Images are classified once for each version.
+
         Args:
             classifier: The model.
             sha256: Hash of its version.
             classes: The classes whose images are checked.
         """
-        images, labels = self._images(classifier, classes)
-        key = f"{sha256} {len(labels)}"
-        if labels and key not in self._accuracies:
-            self._accuracies[key] = classifier.score(images, labels)
-        return self._accuracies.get(key)
+        if sha256 != self._sha256:
+            self._sha256, self._right = sha256, {}
+        images = self.images(classifier, classes)
+        if new := [image for image in images if image not in self._right]:
+            predicted = classifier.predict([image.decode() for image in new])
+            right = predicted == [image.label for image in new]
+            self._right.update(zip(new, right.tolist(), strict=True))
+        return float(np.mean([self._right[image] for image in images])) if images else None
 
-    def _images(
-        self, classifier: ContinualClassifier, classes: Sequence[str]
-    ) -> tuple[list[Any], list[str]]:
-        pairs: list[tuple[Any, str]] = []
-        if classifier.backbone_name == "pocket":
-            pairs += _test_drawings(classes)
-        names = [name for name in classes if name in self._held_out][-MAX_HELD_OUT:]
-        count = max(1, MAX_HELD_OUT // max(1, len(names)))
-        pairs += [
-            (decode_image(example.content, f"a held-out image of {name}"), name)
-            for name in names
-            for example in self._held_out[name][:count]
-        ]
-        return [image for image, _ in pairs], [name for _, name in pairs]
-
-
-def _test_drawings(classes: Sequence[str]) -> list[tuple[Any, str]]:
-    """Return test drawings of the classes that pocket has."""
-    source = pocket_source()
-    images: Any = source.test
-    return [
-        (images.images[index], name)
-        for row, name in enumerate(source.class_names)
-        if name in classes
-        for index in np.flatnonzero(images.labels == row)[:TEST_DRAWINGS]
-    ]
+    @cached_property
+    def _test_drawings(self) -> dict[str, list[CheckImage]]:
+        """Test drawings of each class of pocket."""
+        source = pocket_source()
+        test: Any = source.test
+        return {
+            name: [
+                CheckImage(name, test.images[index].copy())  # not a view of all drawings
+                for index in np.flatnonzero(test.labels == row)[:TEST_DRAWINGS]
+            ]
+            for row, name in enumerate(source.class_names)
+        }

@@ -135,7 +135,9 @@ class Teacher:
                 self._sha256 = store.model_sha256(self.model)
         except (CodaError, OSError) as error:
             self._classifier = None  # it may have learned what could not be saved
-            reason = str(error) if isinstance(error, CodaError) else f"{error.strerror or error}"
+            reason = str(error)
+            if isinstance(error, OSError):
+                reason = f"The model folder cannot be read or written ({error.strerror or error})."
             send_line("failed", reason=reason)
             return
         fields = {**dataclasses.asdict(learned), "forgotten": None, "kept": None}
@@ -151,14 +153,15 @@ class Teacher:
         self, classifier: ContinualClassifier, known: list[str], before: float
     ) -> dict[str, Any]:
         """Measure what a lesson cost the classes that were known before it, and record it."""
-        labels = self._check_images.labels(classifier, known)
+        images = self._check_images.images(classifier, known)
         after = self._check_images.accuracy(classifier, self._sha256, known)
         assert after is not None
-        measured = store.WatchedAccuracy(classes=len(set(labels)), before=before, after=after)
+        classes = len({image.label for image in images})
+        measured = store.WatchedAccuracy(classes=classes, before=before, after=after)
         tasks = classifier.network.tasks
         with contextlib.suppress(OSError):
             checks.add_check(self.model, len(tasks), tasks[-1], measured)
-        return {**measured.model_dump(), "images": len(labels)}
+        return {**measured.model_dump(), "images": len(images)}
 
     def _current(self) -> ContinualClassifier:
         """Return the model in the folder, read again if it is another one than the last."""

@@ -148,6 +148,10 @@ class ModelInfo(BaseModel):
     can_undo: bool = Field(description="Whether there is an earlier version.")
     can_redo: bool = Field(description="Whether there is an undone version.")
     can_reject: bool = Field(description="Whether `unknown=auto` works at its default rate.")
+    missing_images: int | None = Field(
+        description="Images that must be learned until `unknown=auto` works; null if the model was "
+        "made by an earlier version, which stored no statistics for it."
+    )
     learning: bool = Field(description="Whether a lesson is running.")
     temporary: bool = Field(description="Whether the model is deleted when the service stops.")
     models: list[ModelLink] = Field(description="All models of this service.")

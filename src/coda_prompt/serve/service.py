@@ -21,6 +21,7 @@ from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.editing import edited
 from coda_prompt.learner.explanation import Explanation, explain
 from coda_prompt.learner.predictor import Predictor
+from coda_prompt.learner.typicality import images_needed
 from coda_prompt.learner.unknown import DEFAULT_RATE
 from coda_prompt.model.catalog import LoadedBackbone
 from coda_prompt.preprocessing import Preprocessing
@@ -54,9 +55,11 @@ class Version:
         return self.classifier.predictor
 
     @cached_property
-    def can_reject(self) -> bool:
-        """Whether `unknown=auto` works at its default rate."""
-        return bool(self.classes) and self.predictor.can_reject(DEFAULT_RATE)
+    def missing_images(self) -> int | None:
+        """How many more images `unknown=auto` needs at its default rate; None: it cannot work."""
+        if not self.classes:
+            return images_needed(DEFAULT_RATE)
+        return self.predictor.missing_images(DEFAULT_RATE)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ export async function call(path, options = {}) {
     response = await fetch(new URL(path, BASE), { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The service does not answer. Is it still running?");
+    throw Object.assign(new Error("The service does not answer. Is it still running?"), { noAnswer: true });
   }
   if (response.status === 401) {
     element("token-form").hidden = false;

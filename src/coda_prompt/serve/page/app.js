@@ -3,7 +3,7 @@
 import { json, watch } from "./api.js";
 import * as camera from "./camera.js";
 import * as classes from "./classes.js";
-import { announce, element, forDrawings, make, showErrors } from "./dom.js";
+import { announce, element, forDrawings, listed, make, short, showErrors } from "./dom.js";
 import * as drawing from "./drawing.js";
 import { explain } from "./explanation.js";
 import { accept, acceptPasted, reduced } from "./files.js";
@@ -12,6 +12,7 @@ import * as lesson from "./lesson.js";
 import * as prediction from "./prediction.js";
 
 const LIVE_INTERVAL = 150; // ms between two predictions of the camera, at least
+const MANY_FILES = 20; // from here on the page counts the files it reads
 const MAX_PROBLEMS = 3; // files that are named when some cannot be read
 
 // -- what is shown: a drawing, the camera, or an image
@@ -89,14 +90,16 @@ element("lesson").onsubmit = showErrors(async (event) => {
 
 const addFiles = showErrors(async (files) => {
   const name = lesson.className(), problems = [];
-  for (const file of files) {
+  for (const [number, file] of files.entries()) {
+    if (files.length > MANY_FILES) element("name-hint").textContent = `Reading file ${number + 1} of ${files.length}…`;
     try {
       lesson.add(name, await reduced(file));
     } catch (error) {
       problems.push(error.message);
     }
   }
-  announce(`${files.length - problems.length} examples of ${name} added.`, 0);
+  if (files.length > MANY_FILES) element("name-hint").textContent = "";
+  announce(`${files.length - problems.length} examples of ${short(name)} added.`, 0);
   if (problems.length) throw new Error(summary(problems, files.length));
 });
 
@@ -125,6 +128,8 @@ prediction.onAnswer(({ image, prediction: answer }) => explain(answer ? image : 
 // -- the service
 
 let seenVersion = null;
+let seenClasses = []; // the last that the service had
+let restarted = false; // whether the service answers again and its classes were not compared yet
 let checkedJob = null; // the newest lesson whose cost was measured
 
 async function refresh() {
@@ -141,6 +146,8 @@ async function refresh() {
     if (current) link.setAttribute("aria-current", "page");
     return link;
   }));
+  if (restarted) reportLost(seenClasses.filter((name) => !names.includes(name)), model.temporary);
+  [seenClasses, restarted] = [names, false];
   classes.show(model, names);
   lesson.setKnown(names);
   prediction.setModel(model, names.length);
@@ -148,6 +155,15 @@ async function refresh() {
   document.body.dataset.ready = "true";
 }
 const refreshShown = showErrors(refresh);
+
+// A temporary model begins anew when its service is killed.
+function reportLost(lost, temporary) {
+  element("lost").hidden = !lost.length;
+  if (lost.length) element("report").textContent = element("edit-report").textContent = "";
+  element("lost-classes").textContent = `The service was restarted, and its model does not know these classes any more: ${listed(lost)}.${
+    temporary ? " Temporary models are lost when the service stops; to save what you teach, start it with a model folder: coda serve MODEL" : ""}`;
+}
+element("close-lost").onclick = () => { element("lost").hidden = true; };
 
 function onState({ version, job }) {
   if (job?.state === "done" && job.version === version && version !== seenVersion) {
@@ -167,7 +183,7 @@ function onGone(value) {
   element("gone").textContent = gone ? "The service does not answer. The page tries again every second; your examples are kept." : "";
   document.body.classList.toggle("offline", gone);
   lesson.setOnline(!gone);
-  if (!gone) refreshShown();
+  if (!gone) { restarted = true; refreshShown(); }
 }
 
 element("token-form").onsubmit = showErrors(async (event) => {

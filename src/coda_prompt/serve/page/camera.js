@@ -63,14 +63,20 @@ export function frame() {
 // Calls `onFrame` with one frame after the other while the button is held, by pointer or keyboard.
 export function recordWhileHeld(button, onFrame, canRecord) {
   let held = false, recording = false;
-  const setRecording = (value) => { recording = value; button.classList.toggle("recording", value); };
+  const idle = button.textContent;
+  const setRecording = (value) => {
+    recording = value;
+    button.classList.toggle("recording", value);
+    button.textContent = value ? "Recording…" : idle;
+  };
   const press = async () => {
     held = canRecord();
     if (!held || recording) return;
     setRecording(true);
     try {
-      while (held && isOn()) {
+      for (let count = 1; held && isOn(); count++) {
         onFrame(await frame());
+        button.textContent = `Recording: ${count}`; // the counter of the class may be out of sight
         await new Promise((resolve) => setTimeout(resolve, BURST_INTERVAL));
       }
     } finally {

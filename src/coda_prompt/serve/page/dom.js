@@ -11,6 +11,23 @@ export function make(tag, properties = {}, ...children) {
 export const percent = (share) => `${(100 * share).toFixed(0)}\u00a0%`;
 export const forDrawings = () => document.body.dataset.input === "drawing";
 
+const MAX_LISTED = 5; // names
+const MAX_SHOWN = 40; // characters of a name in a sentence
+
+// A name in a sentence; names that are written from right to left do not change the order around them.
+export function short(name) {
+  const letters = [...name];
+  const text = letters.length > MAX_SHOWN ? `${letters.slice(0, MAX_SHOWN - 1).join("")}…` : name;
+  return /[\u0590-\u08ff]/.test(text) ? `\u2068${text}\u2069` : text;
+}
+
+// Names in a sentence.
+export function listed(names) {
+  const shown = names.length > MAX_LISTED ? names.slice(0, MAX_LISTED - 1) : names;
+  const others = names.length - shown.length;
+  return shown.map(short).join(", ") + (others ? ` and ${others} more` : "");
+}
+
 // An error stays visible until the action that caused it succeeds, or another action fails.
 let failedAction = null;
 let failures = 0;
@@ -22,6 +39,7 @@ export function showError(error, action) {
   const box = element("error");
   box.textContent = error?.message ?? "";
   box.hidden = !error?.message;
+  box.toggleAttribute("data-no-answer", Boolean(error?.noAnswer)); // the banner says it, too
 }
 
 // Wraps an action of the user: its error is shown, and its success removes any older error.

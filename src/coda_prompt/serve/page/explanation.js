@@ -46,7 +46,7 @@ function nearestTable(nearest) {
     const cell = make("td", { className: "distance" },
       make("span", { textContent: distance === null ? "–" : distance.toFixed(3) }),
       make("span", { className: "track", ariaHidden: "true" }, bar));
-    return make("tr", {}, make("th", { scope: "row", textContent: label }), cell,
+    return make("tr", {}, make("th", { scope: "row", title: label }, make("span", { className: "clamped", textContent: label })), cell,
       make("td", { textContent: percent(probability) }));
   });
   const head = ["Class", "Distance", "Probability"].map((text) => make("th", { scope: "col", textContent: text }));

@@ -1,7 +1,7 @@
 // What the model has learned: lessons with their cost, accuracy of classes, confused pairs, downloads.
 
 import { call, json } from "./api.js";
-import { element, make, percent, showError, showErrors } from "./dom.js";
+import { element, listed, make, percent, showError, showErrors } from "./dom.js";
 import { restore } from "./classes.js";
 
 const view = element("learned");
@@ -57,7 +57,7 @@ function showLessons({ entries, versions }) {
 function lessonRow(entry, current) {
   const lesson = entry.kind === "lesson";
   const names = [...entry.new, ...entry.continued.map((name) => `${name} (more images)`)];
-  const what = make("th", { scope: "row", textContent: lesson ? shortened(names) : entry.what, title: names.join(", ") },
+  const what = make("th", { scope: "row", textContent: lesson ? listed(names) : entry.what, title: names.join(", ") },
     make("span", { className: "hint", textContent: ` ${new Date(entry.date).toLocaleString()}${entry.undone ? ", undone" : ""}` }));
   const results = lesson ? [
     `${entry.images} images`,
@@ -67,8 +67,6 @@ function lessonRow(entry, current) {
   return make("tr", { className: entry.undone ? "undone" : "" }, what, cell(results.filter(Boolean).join(", "), "wrap"),
     make("td", {}, versionOf(entry, current, what.title || entry.what)));
 }
-
-const shortened = (names) => (names.length > 4 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : names.join(", "));
 
 function versionOf({ version }, current, what) {
   if (version === current) return make("strong", { textContent: "current" });

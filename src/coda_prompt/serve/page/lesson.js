@@ -1,12 +1,12 @@
 // A lesson: named examples, the Teach button, and the progress of the lesson that is running.
 
 import { post } from "./api.js";
-import { announce, element, make, percent, showError, showErrors } from "./dom.js";
+import { announce, element, listed, make, percent, short, showError, showErrors } from "./dom.js";
 
 const MIN_EXAMPLES = 5; // of a new class
 const MAX_NAME = 100; // characters
 const MAX_BYTES = 60e6; // of a lesson; the service accepts 64 MiB
-const STAGES = { starting: "Starting", looking: "Reading images", learning: "Training", saving: "Saving" };
+const STAGES = { starting: "Starting the learning process", looking: "Reading images", learning: "Training", saving: "Saving" };
 
 const examples = new Map(); // class -> {row, counter, box, list: [{blob, url, button}]}
 let pending = null; // {blob, url}: an image that has no name yet
@@ -45,7 +45,7 @@ export function className() {
   const names = [...known, ...examples.keys()];
   const name = names.find((other) => other === typed) ?? names.find((other) => folded(other) === folded(typed)) ?? typed;
   element("name").value = name;
-  element("name-hint").textContent = known.has(name) ? `“${name}” is known already: it learns more examples.` : "";
+  element("name-hint").textContent = known.has(name) ? `“${short(name)}” is known already: it learns more examples.` : "";
   return name;
 }
 
@@ -53,7 +53,7 @@ export function add(name, blob) {
   if (!examples.has(name)) examples.set(name, strip(name));
   const { box, list } = examples.get(name);
   const example = { blob, url: URL.createObjectURL(blob) };
-  example.button = make("button", { type: "button", className: "example", title: "Remove" }, make("img", { src: example.url, alt: "" }));
+  example.button = make("button", { type: "button", className: "example", title: "Remove this example" }, make("img", { src: example.url, alt: "" }));
   example.button.onclick = () => remove(name, example);
   list.push(example);
   box.append(example.button);
@@ -84,7 +84,7 @@ export function open(blob, guess) {
   discardPending();
   pending = { blob, url: URL.createObjectURL(blob) };
   element("pending-image").src = pending.url;
-  element("accept-guess").textContent = `It is “${guess}”`;
+  element("accept-guess").textContent = `It is “${short(guess)}”`;
   element("accept-guess").onclick = () => { element("name").value = guess; addPending(guess); };
   element("pending").hidden = false;
   element("name").value = "";
@@ -114,7 +114,10 @@ function strip(name) {
   const counter = make("span", { className: "counter" });
   counter.setAttribute("role", "img");
   const box = make("div", { className: "examples" });
-  const row = make("div", { className: "strip" }, choose, counter, box);
+  const removeAll = make("button", { type: "button", className: "remove-all", textContent: "×", title: `Remove all examples of ${name}` });
+  removeAll.setAttribute("aria-label", removeAll.title);
+  removeAll.onclick = () => { for (const example of [...examples.get(name).list]) take(name, example); element("name").focus(); show(); };
+  const row = make("div", { className: "strip" }, choose, counter, box, removeAll);
   element("strips").append(row);
   return { row, counter, box, list: [] };
 }
@@ -134,8 +137,9 @@ function show() {
   element("teach-hint").textContent = !online ? "Waiting for the service…"
     : learning ? "Training… predictions use the current model."
     : !examples.size ? "No examples yet."
-    : incomplete.length ? incomplete.map((entry) => `${missing(entry)} more of “${entry[0]}” needed`).join(", ") + "."
-    : `Ready to teach: ${[...examples.keys()].join(", ")}.`;
+    : incomplete.length ? incomplete.map((entry) => `${missing(entry)} more of “${short(entry[0])}” needed`).join(", ") + "."
+    : `Ready to teach: ${listed([...examples.keys()])}.`;
+  element("remove-hint").hidden = !examples.size;
 }
 
 element("teach").onclick = showErrors(async () => {
@@ -189,11 +193,12 @@ export function follow(job) {
 
 function report({ classes, learned, stage }, mine) {
   const { kept, held_out, accuracy, seconds } = learned;
+  const others = [...known].some((name) => !classes.includes(name));
   element("report").textContent = [
-    `Learned ${classes.join(", ")} in ${seconds.toFixed(1)} s.`,
+    `Learned ${listed(classes)} in ${seconds.toFixed(1)} s.`,
     held_out ? `Accuracy on ${held_out} held-out ${held_out === 1 ? "example" : "examples"}: ${percent(accuracy)}.` : "",
-    kept ? `Older classes (${kept.classes}, on ${kept.images} images): ${percent(kept.before)} before, ${percent(kept.after)} now.`
-      : stage === "checking" ? "Checking the old classes…" : "",
+    kept ? `Older classes (${kept.classes}, on ${kept.images} ${kept.images === 1 ? "image" : "images"}): ${percent(kept.before)} before, ${percent(kept.after)} now.`
+      : stage === "checking" && others ? "Checking the old classes…" : "",
   ].filter(Boolean).join(" ");
   if (!mine) return;
   for (const { name, example } of own.sent.splice(0)) { // not those that were added meanwhile
@@ -213,5 +218,5 @@ function fail({ reason }, mine) {
 }
 
 export function announceLesson(job) {
-  if (job?.state === "done") announce(`Learned ${job.classes.join(", ")}.`, 0);
+  if (job?.state === "done") announce(`Learned ${listed(job.classes)}.`, 0);
 }

@@ -93,4 +93,14 @@ function showHint() {
     : model?.classes === 1 ? "This model knows one class only, which is its answer to everything. Teach it a second one."
     : forDrawings() ? "Draw something: predictions update as you go."
     : "Start the camera, or drop or paste a photograph: predictions appear here.";
+  showUnknownHint();
+}
+
+// Says what the model needs until it recognises images of other classes.
+function showUnknownHint() {
+  const hint = element("unknown-hint"), missing = model?.missing_images;
+  hint.hidden = !model?.classes || missing === 0;
+  hint.textContent = missing === null
+    ? "This model cannot recognise unknown images: it was made by an earlier version."
+    : `Unknown images are not recognised reliably yet: the model needs at least ${missing} more ${missing === 1 ? "example" : "examples"} of any class.`;
 }
