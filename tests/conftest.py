@@ -25,8 +25,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 SLOWEST = (
-    *("devices", "serve", "cluster", "page", "learner_shell", "checkpointing", "models"),
-    *("distributed", "contract", "bench"),
+    *("serve", "models", "checkpointing", "page", "paper_data", "report", "contract", "devices"),
+    *("cluster", "engine", "learner_shell", "distributed", "bench", "outside_methods"),
 )
 """The slowest test files run first, so that all workers finish at about the same time."""
 

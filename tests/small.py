@@ -169,7 +169,7 @@ def started_coda(*arguments: str, new_session: bool = False) -> Forked:
 
 def micro(tiny: Path, out: Path) -> list[str]:
     """Arguments of a benchmark of a few seconds."""
-    settings = ("training.epochs=6", "training.batch_size=3", "trials=1")
+    settings = ("training.epochs=4", "training.batch_size=3", "trials=1")
     return [str(tiny), "--out", str(out), *(part for each in settings for part in ("--set", each))]
 
 

@@ -38,7 +38,7 @@ def test_few_correct_images_do_not_make_the_model_certain() -> None:
 
 @pytest.mark.parametrize("validation", [0.0, 0.2])
 def test_probabilities_of_small_tasks_are_neither_certain_nor_flat(validation: float) -> None:
-    classifier = ContinualClassifier()
+    classifier = ContinualClassifier(width=512)
     for row in range(6):
         classifier.learn(*drawings([row], count=10), validation=validation)
     images, names = drawings(range(6), test=True)

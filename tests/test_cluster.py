@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from coda_prompt.cli import app
 from coda_prompt.errors import BadOption
 
-MORE = ("--methods", "coda-p,upper-bound", "--trials", "2", "--set", "training.epochs=6")
+MORE = ("--methods", "coda-p,upper-bound", "--trials", "2")
 
 
 @pytest.fixture(scope="module")

@@ -197,29 +197,46 @@ def pixels(split: Split) -> np.ndarray:
 # --- the benchmarks ---
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_runs_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
-    chosen = "all" if name == "cifar-100-10" else "dualprompt,coda-p,ncm"
-    names = load_benchmark(name).methods if chosen == "all" else ()
-    short = [(method, option) for method in names for option in quick_options(method).items()]
-    settings = [f"methods.{method}.options.{key}={value}" for method, (key, value) in short]
+def run_preset(
+    name: str, chosen: str, data: Path, out: Path, *settings: str
+) -> dict[str, dict[str, Any]]:
+    """Run one trial of a preset with the tiny ViT; return the result of each method."""
+    settings = (f"backbone={data / 'tiny.safetensors'}", "training.epochs=1", *settings)
     run = coda(
         "bench", name, "--methods", chosen, "--trials", "1", "--json", "--data", str(data),
-        "--out", str(tmp_path), "--set", f"backbone={data / 'tiny.safetensors'}",
-        "--set", "training.epochs=1",
-        *(part for setting in settings for part in ("--set", setting)),
+        "--out", str(out), *(part for setting in settings for part in ("--set", setting)),
     )  # fmt: skip
     assert run.exit_code == 0, run.exception
-    rows = {row["method"]: row for row in json.loads(run.stdout)["rows"]}
-    assert set(rows) == (set(METHODS) if chosen == "all" else set(chosen.split(",")))
-    tasks = load_benchmark(name).stream.tasks
-    for method in rows:
-        result = json.loads((tmp_path / name / method / "trial-0" / "result.json").read_text())
-        assert len(result["matrix"]) == tasks
+    return {
+        row["method"]: json.loads(
+            (out / name / row["method"] / "trial-0" / "result.json").read_text()
+        )
+        for row in json.loads(run.stdout)["rows"]
+    }
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_runs_end_to_end(name: str, data: Path, tmp_path: Path) -> None:
+    results = run_preset(name, "dualprompt,coda-p,ncm", data, tmp_path)
+    assert set(results) == {"dualprompt", "coda-p", "ncm"}
+    for result in results.values():
+        assert len(result["matrix"]) == load_benchmark(name).stream.tasks
         assert all(value is not None for value in result["matrix"][-1])
         assert len(result["class_names"]) == load_benchmark(name).classes
         assert len(set(result["tasks"])) == 1, "all tasks have as many classes"
         assert bool(result["untrained"]) == (name == "imagenet-r-dual-shift")
+
+
+def test_every_method_runs_on_a_preset_of_the_paper(data: Path, tmp_path: Path) -> None:
+    names = load_benchmark("cifar-100-10").methods
+    short = [(method, option) for method in names for option in quick_options(method).items()]
+    settings = [f"methods.{method}.options.{key}={value}" for method, (key, value) in short]
+    results = run_preset("cifar-100-10", "all", data, tmp_path, "stream.tasks=2", *settings)
+    assert set(results) == set(METHODS)
+    for method, result in results.items():
+        assert len(result["class_names"]) == 100
+        assert all(value is not None for value in result["matrix"][-1])
+        assert min(result["multiply_adds"].values()) > 0, method
 
 
 def test_dual_shift_removes_8_of_15_types_from_training_only(data: Path) -> None:

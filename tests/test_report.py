@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import re
@@ -24,7 +25,6 @@ from coda_prompt.bench.runner import parameter_counts
 from coda_prompt.bench.runs import Run, runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.errors import BadOption, CodaError, CorruptFile, RunConfigChanged, UnknownName
-from coda_prompt.methods import METHODS
 from coda_prompt.model.vit import ViT, ViTConfig
 
 PICTURES = ("accuracy", "matrices", "forgetting", "parameters")
@@ -154,27 +154,36 @@ def test_resolved_benchmark_has_the_same_runs(name: str, protocol: str) -> None:
 # -- comparison with the paper
 
 
+@functools.cache
+def paper_costs(benchmark_name: str, row: str) -> dict[str, Any]:
+    """Count parameters and operations of a method in a preset of the paper."""
+    benchmark = load_benchmark(benchmark_name)
+    tasks = benchmark.stream.tasks or 1
+    sizes = [(benchmark.classes or 0) // tasks] * tasks
+    with torch.device("meta"):
+        vit = ViT(ViTConfig())
+    return {
+        "parameters": parameter_counts(cost.method_after(benchmark, row, ViTConfig(), sizes), vit),
+        "multiply_adds": cost.multiply_adds(benchmark, row, ViTConfig(), sizes)._asdict(),
+    }
+
+
 def paper_run(benchmark_name: str, row: str, tmp_path: Path, accuracy: float = 0.5) -> Path:
     """Write a run folder of a preset of the paper, counting parameters on the meta device."""
     benchmark = load_benchmark(benchmark_name)
     (run, *_) = runs_of(benchmark, [row], tmp_path)
     tasks = benchmark.stream.tasks or 1
-    sizes = [(benchmark.classes or 0) // tasks] * tasks
-    method = cost.method_after(benchmark, row, ViTConfig(), sizes)
     run.folder.mkdir(parents=True)
     (run.folder / "config.json").write_text(json.dumps(run.config))
     inputs = {name: {"sha256": "0" * 64} for name in ("data", "backbone")}
     (run.folder / "environment.json").write_text(json.dumps(inputs))
     matrix = np.where(np.tri(tasks, dtype=bool), accuracy, np.nan)
     rows = [[None if np.isnan(value) else value for value in line] for line in matrix]
-    with torch.device("meta"):
-        vit = ViT(ViTConfig())
     result = {
         "matrix": rows,
         "own_classes": rows,
         "test_images": [10] * tasks,
-        "parameters": parameter_counts(method, vit),
-        "multiply_adds": cost.multiply_adds(benchmark, row, ViTConfig(), sizes)._asdict(),
+        **paper_costs(benchmark_name, row),
         "seconds": 1.0,
         "peak_memory_bytes": 1,
     }
@@ -276,9 +285,9 @@ def test_operation_counts_of_the_paper_backbone() -> None:
     forward = 196 * 768 * width + 11 * block + last
     benchmark = load_benchmark("imagenet-r-10")
     counted = {
-        row: cost.multiply_adds(benchmark, row, ViTConfig(), [20] * 10) for row in benchmark.methods
+        row: cost.multiply_adds(benchmark, row, ViTConfig(), [20] * 10)
+        for row in ("ncm", "ft", "coda-p", "lwf-mc")
     }
-    assert set(counted) == set(METHODS)
     assert counted["ncm"].training == pytest.approx(forward, rel=1e-6)
     assert counted["ft"].inference == pytest.approx(forward, rel=1e-4)
     assert counted["coda-p"].inference == pytest.approx(2 * forward, rel=2e-3)

@@ -19,7 +19,9 @@ def steps(path: Path) -> list[dict[str, Any]]:
     for job in jobs.values():
         needed = job.get("needs", [])
         assert set([needed] if isinstance(needed, str) else needed) <= set(jobs)
-    return [step for job in jobs.values() for step in job["steps"]]
+        if "uses" in job:
+            assert (ROOT / job["uses"]).exists()
+    return [step for job in jobs.values() for step in job.get("steps", [])]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -38,6 +40,18 @@ def test_workflow_calls_what_exists(path: Path) -> None:
             assert (ROOT / name).exists(), name
         for names in re.findall(r"\.\[([a-z,]+)\]", command):
             assert set(names.split(",")) <= set(extras)
+
+
+def test_release_publishes_the_package_that_ci_tested() -> None:
+    ci, release = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8"))
+        for name in ("ci", "release")
+    )
+    assert "workflow_call" in ci[True]  # YAML reads the key `on` as true
+    assert release["jobs"]["ci"]["uses"].endswith("/ci.yml")
+    assert set(release["jobs"]["publish"]["needs"]) == {"version", "ci"}
+    upload, download = ci["jobs"]["package"]["steps"][-1], release["jobs"]["publish"]["steps"][0]
+    assert upload["with"] == download["with"] == {"name": "dist", "path": "dist"}
 
 
 def test_forms_and_settings_of_the_repository_are_yaml() -> None:
