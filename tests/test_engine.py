@@ -36,7 +36,7 @@ from coda_prompt.errors import (
 )
 from coda_prompt.methods import Loss, Method, TrainingBatch
 from coda_prompt.methods.base import cosines
-from coda_prompt.methods.coda import component_weights, key_products
+from coda_prompt.methods.coda import component_weights
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.vit import Images, Opening
 from coda_prompt.preprocessing import Preprocessing
@@ -577,12 +577,9 @@ def test_mixed_precision_keeps_the_penalty_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(method.penalty(), exact)
         queries = torch.randn(4, 32)
-        weights = component_weights(
-            queries, key_products(method.keys.trainable, method.attention.trainable)
-        )
+        weights = component_weights(queries, method.keys.trainable, method.attention.trainable)
         similarity = cosines(queries, method.keys.trainable)
-    products = key_products(method.keys.trainable, method.attention.trainable)
-    exactly = component_weights(queries, products)
+    exactly = component_weights(queries, method.keys.trainable, method.attention.trainable)
     assert torch.equal(weights, exactly)
     assert torch.equal(similarity, cosines(queries, method.keys.trainable))
 
