@@ -98,7 +98,7 @@ def product_step(
     def step() -> None:
         method.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            seen: Any = images if cached else method.backbone.open(images, method.first_block)
+            seen: Any = images if cached else method.backbone.start(images, method.first_block)
             queries = known if cached else method.queries(seen)
             loss = method.loss(TrainingBatch(seen, labels, queries))
         (loss.mean.mean() + loss.penalty).backward()
@@ -247,7 +247,7 @@ def evaluation(quick: bool) -> list[dict[str, Any]]:
                 for task, images in enumerate(tests[: after + 1]):
                     seen: Any = images
                     if task not in known:
-                        seen = method.backbone.open(images, method.first_block)
+                        seen = method.backbone.start(images, method.first_block)
                         known[task] = method.queries(seen)
                     method.logits(seen, known[task])
 

@@ -38,7 +38,7 @@ from coda_prompt.methods import Loss, Method, TrainingBatch
 from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights
 from coda_prompt.methods.options import make_config
-from coda_prompt.model.vit import Images, Opening
+from coda_prompt.model.vit import Images, StartedPass
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -73,7 +73,7 @@ class Watched:
             images = batch.images
             assert images is not None
             self.labels.append(batch.labels.tolist())
-            seen = images.tokens if isinstance(images, Opening) else images
+            seen = images.tokens if isinstance(images, StartedPass) else images
             self.images.append(seen.clone())
             return loss(batch)
 
@@ -453,7 +453,7 @@ def query_passes(stream: Stream, **training: Any) -> int:
     seen, queries = [], method.queries
 
     def counted(images: Images) -> Tensor:
-        seen.append(len(images.tokens if isinstance(images, Opening) else images))
+        seen.append(len(images.tokens if isinstance(images, StartedPass) else images))
         return queries(images)
 
     method.queries = counted  # type: ignore[method-assign]

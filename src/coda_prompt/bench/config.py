@@ -16,7 +16,7 @@ from coda_prompt.data.images import Augmentation
 from coda_prompt.data.stream_options import StreamOptions
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
 from coda_prompt.methods import Entry
-from coda_prompt.methods.base import MethodConfig, PromptConfig
+from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
 from coda_prompt.training.devices import Precision
@@ -116,11 +116,8 @@ class Benchmark(Section):
             options.setdefault("tasks", tasks)
         if issubclass(entry.type.Config, CodaConfig) and self.protocol is not None:
             options.setdefault("preset", self.protocol)
-        if issubclass(entry.type.Config, PromptConfig) and self.one_stage:
-            defaults = asdict(make_config(entry.type.Config, name, dict(entry.options)))
-            for field in (field for field in defaults if field.endswith("blocks")):
-                options.setdefault(field, tuple(block + 1 for block in defaults[field]))
-            options.setdefault("query", "early")
+        if self.one_stage:
+            options = {**methods.one_stage_options(entry), **options}
         return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:

@@ -41,7 +41,7 @@ def learn(
     method: options.Method = None,
     removable: options.Removable = False,
     epochs: options.Epochs = None,
-    queries: options.LearnQueries = None,
+    queries: options.Queries = None,
     val: options.Validation = 0.2,
     check: options.Check = None,
     find_duplicates: options.FindDuplicates = None,
@@ -72,10 +72,13 @@ def learn(
         rank_zero = fabric.global_rank == 0
         if rank_zero:
             stack.enter_context(store.exclusive_writer(model))
-        classifier = load_or_create(model, backbone, method, fabric, removable=removable)
+        one_stage = queries == "one-stage"
+        classifier = load_or_create(
+            model, backbone, method, fabric, removable=removable, one_stage=one_stage
+        )
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        lesson = f"{images.fingerprint} {images.names}"
+        lesson = f"{images.split.fingerprint()} {images.names}"
         version = len(classifier.tasks_)
         command = resume_command()
         if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version, command)):
@@ -89,7 +92,7 @@ def learn(
                 validation=val,
                 check=checked,
                 epochs=epochs,
-                queries=queries,
+                queries=None if queries == "one-stage" else queries,
                 find_duplicates=find_duplicates,
                 progress=model / store.PROGRESS,
                 stop=stop,

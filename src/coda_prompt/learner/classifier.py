@@ -13,7 +13,7 @@ import numpy as np
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
 
-from coda_prompt import errors
+from coda_prompt import errors, methods
 from coda_prompt.data.inputs import Channels, image_items
 from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice, feedback, store
@@ -340,20 +340,40 @@ def load_or_create(
     fabric: Fabric,
     *,
     removable: bool = False,
+    one_stage: bool = False,
 ) -> ContinualClassifier:
     """Load the model in a folder, or make a new one if there is none.
 
+    Args:
+        folder: The model folder.
+        backbone: As in `ContinualClassifier.load`.
+        method: As in `ContinualClassifier.load`.
+        fabric: The devices that share the work.
+        removable: Classes can be forgotten without a trace.
+        one_stage: Prompt queries come from the first blocks of the prompted pass.
+
     Raises:
-        BadOption: The model was made with another backbone or method, or is not removable.
+        BadOption: The model was made with another backbone or method, or without `removable` or
+            `one_stage`.
     """
     if not (folder / store.MODEL).exists():
         backbone, method = backbone or AUTO, method or DEFAULT_METHOD
-        options = {"removable": True} if removable else None
+        options: dict[str, Any] = {"removable": True} if removable else {}
+        if one_stage:
+            queries = methods.one_stage_options(methods.find(method))
+            if not queries:
+                raise errors.BadOption("coda learn", "queries", f"{method} has no prompts")
+            options |= queries
         return ContinualClassifier(backbone, method, options=options, verbose=False, fabric=fabric)
     classifier = ContinualClassifier.load(
         folder, backbone=backbone, method=method, verbose=False, fabric=fabric
     )
-    if removable and not classifier.removable:
-        problem = f"{folder} was made without it; it is decided at the first lesson"
-        raise errors.BadOption("coda learn", "removable", problem)
+    early = getattr(classifier.network.method.config, "query", None) == "early"
+    for option, missing in (
+        ("removable", removable and not classifier.removable),
+        ("queries one-stage", one_stage and not early),
+    ):
+        if missing:
+            problem = f"{folder} was made without it; it is decided at the first lesson"
+            raise errors.BadOption("coda learn", option, problem)
     return classifier

@@ -95,7 +95,7 @@ def open_checkpoints(
     identity: dict[str, Any] = as_json(
         {
             "tasks": [task.model_dump(exclude=NOT_IDENTIFYING) for task in network.tasks],
-            "images": images.fingerprint,
+            "images": images.split.fingerprint(),
             "names": images.names,
             "validation": validation,
             "training": dataclasses.asdict(training),
@@ -203,7 +203,7 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
-        files=images.fingerprint if isinstance(images.split, FileSplit) else None,
+        files=images.split.fingerprint() if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )
 
