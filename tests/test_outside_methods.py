@@ -83,6 +83,22 @@ class Mine(TrainedMethod):
             TRAINED.format(more=", queries", returned="per_image"),
             "loss returns Tensor, not Loss",
         ),
+        (
+            TRAINED.format(more=", queries", returned="Loss.of(per_image[:, None])"),
+            "loss returns mean as a tensor of shape (10, 1), expected a tensor of shape (10)",
+        ),
+        (
+            TRAINED.replace("features(images)", "features(images)[:, None]").format(
+                more=", queries", returned="Loss.of(per_image)"
+            ),
+            "features returns a tensor of shape (10, 1, 128), expected a tensor of shape "
+            "(10, features)",
+        ),
+        (
+            CLOSED_FORM.replace(": self.classes_seen", ":1").format(body="pass"),
+            "mine.py:Mine' cannot be used as a method: scores returns a tensor of shape (2, 1), "
+            "expected a tensor of shape (2, 2)",
+        ),
         ("class Mine: pass", "'Mine' does not inherit from coda_prompt.methods.Method"),
         ("Mine = 3", "there is no class 'Mine' in"),
     ],

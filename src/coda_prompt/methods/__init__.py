@@ -17,6 +17,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from coda_prompt.errors import METHOD_MODULE, BadMethod, UnknownName
 from coda_prompt.methods.aper import APER
 from coda_prompt.methods.base import Loss, Method, PromptConfig, PromptMethod, TaskBrief
+from coda_prompt.methods.checking import check_returned_shapes
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
@@ -173,6 +174,7 @@ def _from_file(spec: str) -> Entry:
         raise BadMethod(spec, f"'{class_name}' does not inherit from {base}")
     if problem := contract_problem(method):
         raise BadMethod(spec, problem)
+    check_returned_shapes(method, module_name, path)
     return Entry(class_name, method, {}, hashlib.sha256(content).hexdigest())
 
 
