@@ -138,7 +138,12 @@ def teach(
     before, after, tokens, repeated = {}, {}, list[Tensor](), list[str]()
     if checked is not None:
         before = known_accuracies(network, checked, known, engine)
-    engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
+    try:
+        engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
+    except Exception as error:
+        if checkpointer is not None and not can_resume(error):
+            checkpointer.remove()
+        raise
     record = make_record(network, images, task, engine)
     if before and checked is not None:
         after = known_accuracies(network, checked, known, engine)
@@ -168,6 +173,18 @@ def teach(
         hints=(*hints, *repeated),
         held_out_images=tuple(task.test.indices.tolist()),
     )
+
+
+def can_resume(error: Exception) -> bool:
+    """Return whether the same lesson may succeed when it is repeated.
+
+    It may if it was interrupted, or lacked a file, memory or a process; not if the training or a
+    method of the user's own is wrong.
+    """
+    if isinstance(error, errors.NonFiniteLoss | errors.BadMethod):
+        return False
+    temporary = (errors.CodaError, OSError, MemoryError, torch.cuda.OutOfMemoryError)
+    return isinstance(error, temporary)
 
 
 def make_record(network: Network, images: Labelled, task: Task, engine: Engine) -> TaskRecord:
