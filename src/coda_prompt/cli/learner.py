@@ -123,7 +123,7 @@ def evaluate(
     *,
     output: console.Output,
 ) -> None:
-    """Measure the accuracy of a model: overall, per class and per task; list its confusions."""
+    """Measure the accuracy of a model: overall, per class and per lesson; list its confusions."""
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.confusion import check_picture, draw_confusion
     from coda_prompt.learner.feedback import LearnerProgress
@@ -161,8 +161,8 @@ def _print_evaluation(evaluation: "Evaluation", classifier: "ContinualClassifier
         when_learned = classifier.tasks_[task.number - 1]["accuracy_own"]
         shares = map(percent, (task.accuracy, task.accuracy_own, when_learned))
         tasks.append([task.number, join_names(task.classes, 6), task.images, *shares])
-    heads = ["task", "classes", "images", "accuracy", "among own classes", "when learned"]
-    stdout.print(console.table(heads, tasks, "Accuracy by task"))
+    heads = ["lesson", "classes", "images", "accuracy", "among own classes", "when learned"]
+    stdout.print(console.table(heads, tasks, "Accuracy by lesson"))
     if evaluation.confused:
         confused = [
             [each.true, each.predicted, each.images, percent(each.share)]
@@ -213,7 +213,7 @@ def info(
     undo = f" (and {earlier / 1e6:.2f} MB of earlier versions)" if earlier else ""
     console.print_result(
         f"{console.decode_file_name(str(model))}: {len(description.classes)} classes in "
-        f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
+        f"{len(description.tasks)} lessons, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     made_on, pixels = description.backbone, description.pixels

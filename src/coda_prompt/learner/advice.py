@@ -42,7 +42,9 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     if earlier and isinstance(images.split, FileSplit):
         number = earlier.get(images.split.fingerprint())
         if number is not None:
-            messages.append(f"these files were learned before, in task {number}: they count twice")
+            messages.append(
+                f"these files were learned before, in lesson {number}: they count twice"
+            )
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
     if few:
         messages.append(
