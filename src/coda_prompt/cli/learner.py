@@ -73,15 +73,12 @@ def learn(
         if rank_zero:
             stack.enter_context(store.exclusive_writer(model))
         one_stage = queries == "one-stage"
-        classifier = load_or_create(
-            model, backbone, method, fabric, removable=removable, one_stage=one_stage
-        )
+        classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         lesson = f"{images.split.fingerprint()} {images.names}"
-        version = len(classifier.tasks_)
-        command = resume_command()
-        if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version, command)):
+        note = (lesson, len(classifier.tasks_), resume_command())
+        if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)
             return
         _print_lesson(classifier, images, checked, epochs, output)
@@ -92,7 +89,7 @@ def learn(
                 validation=val,
                 check=checked,
                 epochs=epochs,
-                queries=None if queries == "one-stage" else queries,
+                queries=None if one_stage else queries,
                 find_duplicates=find_duplicates,
                 progress=model / store.PROGRESS,
                 stop=stop,

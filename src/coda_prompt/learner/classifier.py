@@ -338,7 +338,6 @@ def load_or_create(
     backbone: str | None,
     method: str | None,
     fabric: Fabric,
-    *,
     removable: bool = False,
     one_stage: bool = False,
 ) -> ContinualClassifier:
