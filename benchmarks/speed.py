@@ -37,7 +37,7 @@ from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples
 from coda_prompt.methods import TaskBrief, TrainingBatch
-from coda_prompt.methods.coda import CodaPrompt, component_weights, key_products
+from coda_prompt.methods.coda import CodaPrompt, component_weights
 from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
@@ -98,7 +98,7 @@ def product_step(
     def step() -> None:
         method.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            seen: Any = images if cached else method.backbone.open(images, method.first_block)
+            seen: Any = images if cached else method.backbone.start(images, method.first_block)
             queries = known if cached else method.queries(seen)
             loss = method.loss(TrainingBatch(seen, labels, queries))
         (loss.mean.mean() + loss.penalty).backward()
@@ -247,7 +247,7 @@ def evaluation(quick: bool) -> list[dict[str, Any]]:
                 for task, images in enumerate(tests[: after + 1]):
                     seen: Any = images
                     if task not in known:
-                        seen = method.backbone.open(images, method.first_block)
+                        seen = method.backbone.start(images, method.first_block)
                         known[task] = method.queries(seen)
                     method.logits(seen, known[task])
 
@@ -278,10 +278,8 @@ def weight_steps(batch: int = 128, components: int = 1000, width: int = 768) -> 
         weights = torch.einsum("bmd,md->bm", attended, F.normalize(keys[0], dim=1))
         return torch.einsum("bm,mv->bv", weights, values[0])
 
-    products = key_products(keys, attention)
-
     def product() -> Tensor:
-        return (component_weights(query, products) @ values)[0]
+        return (component_weights(query, keys, attention) @ values)[0]
 
     torch.testing.assert_close(einsum(), product(), rtol=1e-4, atol=1e-4)
     return {"einsum": einsum, "product": product}

@@ -114,7 +114,7 @@ def ease_prototypes(method: EASE, preset: str) -> dict[tuple[int, int], Tensor]:
 
 
 @pytest.mark.parametrize("preset", ["paper", "release"])
-def test_ease_inference(preset: str) -> None:
+def test_ease_inference_equals_the_equations(preset: str) -> None:
     method = made("ease", preset=preset)
     assert isinstance(method, EASE)
     learn_tasks(method, UNEVEN)
@@ -145,7 +145,7 @@ def test_ease_adds_up_images_of_a_class_seen_again() -> None:
     assert real.tolist() == [[True, False], [True, True], [True, True]]
 
 
-def test_aper_inference() -> None:
+def test_aper_inference_equals_the_equations() -> None:
     method = made("aper")
     assert isinstance(method, APER)
     learn_tasks(method, UNEVEN)
@@ -173,7 +173,7 @@ def merged(values: list[Set]) -> Set:
 
 
 @pytest.mark.parametrize("universal", ["merged", "newest"])
-def test_tuna_inference(universal: str) -> None:
+def test_tuna_inference_equals_the_equations(universal: str) -> None:
     method = made("tuna", universal=universal)
     assert isinstance(method, TUNA)
     learn_tasks(method, UNEVEN)
@@ -196,7 +196,7 @@ def test_tuna_inference(universal: str) -> None:
     assert len(chosen) > 1, "images differ in their surest adapters"
 
 
-def test_tuna_training() -> None:
+def test_tuna_training_equals_the_equations() -> None:
     method = made("tuna", orthogonality=50.0)
     assert isinstance(method, TUNA)
     learn_tasks(method, (2, 3))
@@ -221,7 +221,7 @@ def test_tuna_training() -> None:
     check_loss(method, method.loss(TrainingBatch(images, torch.tensor(labels))), expected)
 
 
-def test_tuna_alignment() -> None:
+def test_tuna_alignment_equals_the_equations() -> None:
     method = made("tuna")
     assert isinstance(method, TUNA)
     learn_tasks(method, (2, 3))

@@ -126,7 +126,7 @@ def slca() -> SLCA:
     return method
 
 
-def test_slca_training() -> None:
+def test_slca_training_equals_the_equations() -> None:
     method = slca()
     method.network = small_vit()  # a usual one
     method.begin_task(brief(method, new=2))
@@ -140,7 +140,7 @@ def test_slca_training() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.1, None])
-def test_slca_alignment(temperature: float | None) -> None:
+def test_slca_alignment_equals_the_equations(temperature: float | None) -> None:
     """CE(z / (tau mean_i |z_i|)) over tasks of 2, 3 and 2 classes."""
     method = methods.make("slca", small_vit(), logit_temperature=temperature)
     learn_tasks(method, (2, 3))
@@ -212,7 +212,7 @@ def vq_features(method: VQPrompt, image: Tensor, found: list[tuple[Tensor, Tenso
     return naive_features(method.backbone, image[None], prefixes)[0]
 
 
-def test_vq_inference() -> None:
+def test_vq_inference_equals_the_equations() -> None:
     method = vq()
     learn_tasks(method, (2, 3))
     images = some_images()
@@ -223,7 +223,7 @@ def test_vq_inference() -> None:
         assert_close(logits, torch.stack(expected), **TOLERANCE)
 
 
-def test_vq_training() -> None:
+def test_vq_training_equals_the_equations() -> None:
     method = vq()
     learn_tasks(method, (2, 3))
     open_task(method, 2)
@@ -269,7 +269,7 @@ def hide_features(method: HiDePrompt, image: Tensor, prompt: Tensor) -> Tensor:
     return naive_features(method.backbone, image[None], prefixes)[0]
 
 
-def test_hide_inference() -> None:
+def test_hide_inference_equals_the_equations() -> None:
     method = hide()
     learn_tasks(method, (2, 3, 2))
     tasks = [0, 0, 1, 1, 1, 2, 2]
@@ -334,7 +334,7 @@ def test_hide_training_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("stage", ["align-tasks", "align"])
-def test_hide_alignments(stage: str) -> None:
+def test_hide_alignments_equal_the_equations(stage: str) -> None:
     method = hide()
     learn_tasks(method, (2, 3))
     open_task(method, 2)

@@ -160,9 +160,9 @@ def test_validation_evaluates_on_training_images(tiny: Path, tmp_path: Path) -> 
     ("overrides", "kind", "message"),
     [
         (["trails=3"], UnknownName, "Did you mean 'trials'"),
-        (["stream.task=3"], UnknownName, "Did you mean 'tasks'"),
+        (["stream.task=3"], UnknownName, "Did you mean 'stream.tasks'"),
         (["training.epoch=3"], UnknownName, "Did you mean 'epochs'"),
-        (["methods.coda-p.option.length=4"], UnknownName, "Did you mean 'options'"),
+        (["methods.coda-p.option.length=4"], UnknownName, "Did you mean 'methods.coda-p.options'"),
         (["methods.coda-p.options.lengh=4"], UnknownName, "Did you mean 'length'"),
         (["methods.coda.options.length=4"], UnknownName, "Did you mean 'coda-p'"),
         (["trials=many"], BadOption, "trials"),

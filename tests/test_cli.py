@@ -21,7 +21,7 @@ def coda(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     done = coda("--version")
     assert (done.returncode, done.stdout) == (0, f"coda-prompt {__version__}\n")
 
@@ -78,7 +78,7 @@ def test_methods_as_json_lists_all_methods_with_options() -> None:
     assert all(option["meaning"] for row in rows for option in row["options"])
 
 
-def test_backbones_as_json() -> None:
+def test_backbones_are_listed_as_json() -> None:
     rows = json.loads(coda("backbones", "--json").stdout)["rows"]
     assert {"pocket", "vit-b16-in1k", "dinov2-s14-reg"} <= {row["name"] for row in rows}
 

@@ -16,7 +16,7 @@ from PIL import Image
 from test_inputs import FakeCapture
 from typer.testing import CliRunner, Result
 
-from coda_prompt import cli
+from coda_prompt import ContinualClassifier, cli
 from coda_prompt.cli.completion import complete_backbone, complete_method
 from coda_prompt.data import live
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData, MissingExtra
@@ -132,6 +132,25 @@ def test_long_lessons_are_announced(
     done = coda("learn", tmp_path / "model", drawing_folders / "task-1", "--method", "ncm")
     assert done.exit_code == 0, done.exception
     assert "this will take about" in done.stderr
+
+
+def test_one_stage_queries_are_decided_at_the_first_lesson(
+    tmp_path: Path, drawing_folders: Path
+) -> None:
+    first, second = (str(drawing_folders / f"task-{number}") for number in (1, 2))
+    early, plain = str(tmp_path / "early"), str(tmp_path / "plain")
+    trained = ("--method", "coda-p", "--epochs", "1")
+    done = coda("learn", early, first, *trained, "--queries", "one-stage")
+    assert done.exit_code == 0, done.exception
+    assert ContinualClassifier.load(early).network.method.config.query == "early"
+    assert coda("learn", plain, first, "--method", "ncm").exit_code == 0
+    refused = coda("learn", plain, second, "--queries", "one-stage")
+    assert isinstance(refused.exception, BadOption)
+    assert "decided at the first lesson" in str(refused.exception)
+    refused = coda("learn", str(tmp_path / "new"), first, "--queries", "one-stage")
+    assert isinstance(refused.exception, BadOption)
+    assert "ranpac has no prompts" in str(refused.exception)
+    assert not (tmp_path / "new").exists()
 
 
 def test_names_are_completed_without_torch() -> None:

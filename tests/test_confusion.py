@@ -103,4 +103,4 @@ def test_files_that_were_learned_before(drawing_folders: Path) -> None:
     folder = drawing_folders / "task-1"
     classifier.verbose = False
     assert not any("learned before" in each for each in classifier.learn(folder).warnings)
-    assert any("learned before, in task 2" in each for each in classifier.learn(folder).warnings)
+    assert any("learned before, in lesson 2" in each for each in classifier.learn(folder).warnings)

@@ -44,7 +44,7 @@ def test_features_are_class_token_and_patch_mean_of_the_last_blocks(
     expected = torch.stack([tokens_of_blocks(vit, image, last, {}) for image in images])
     assert expected.shape == (3, 2 * last * 32)
     torch.testing.assert_close(method.features(images, None), expected, rtol=1e-5, atol=1e-5)
-    opened = vit.pooled_features(vit.open(images), last)
+    opened = vit.pooled_features(vit.start(images), last)
     torch.testing.assert_close(opened, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -172,7 +172,7 @@ def test_fsdp_shards_the_frozen_backbone() -> None:
     printed = on_two_ranks(
         "fsdp",
         "whole = sum(p.numel() for p in method.backbone.blocks.parameters())",
-        "engine._place(method)",
+        "engine._move_to_device(method)",
         "here = sum(p.to_local().numel() for p in method.backbone.blocks.parameters())",
         "print(here / whole)",
     )  # fmt: skip
@@ -184,8 +184,9 @@ def test_an_evaluation_counts_every_image_once() -> None:
     printed = on_two_ranks(
         "ddp",
         "method.begin_task(brief(method, new=2))",
-        "see, seen = engine.queries.see, []",
-        "engine.queries.see = lambda *given: (seen.extend(given[1].positions), see(*given))[1]",
+        "original, seen = engine.queries.images_and_queries, []",
+        "engine.queries.images_and_queries = "
+        "lambda *given: (seen.extend(given[1].positions), original(*given))[1]",
         "for images in (1, 2, 7):",
         "    test = make_stream(patterns(classes=2, train=2, test=7), tasks=1).tasks[0].test",
         "    engine.evaluate(method, test.subset(range(images)), (0, 1))",

@@ -135,7 +135,9 @@ def test_hashes_that_do_not_fit_are_refused() -> None:
             classifier.network.set_state(damaged, "model")
 
 
-def test_command_line(tmp_path: Path, drawing_folders: Path) -> None:
+def test_the_command_names_images_that_were_learned_before(
+    tmp_path: Path, drawing_folders: Path
+) -> None:
     for folder, rows in (("first", (0, 1)), ("second", (2, 3))):
         for row in rows:
             target = tmp_path / folder / NAMES[row]

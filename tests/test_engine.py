@@ -44,9 +44,9 @@ from coda_prompt.errors import (
 )
 from coda_prompt.methods import Loss, Method, TrainingBatch
 from coda_prompt.methods.base import cosines
-from coda_prompt.methods.coda import component_weights, key_products
+from coda_prompt.methods.coda import component_weights
 from coda_prompt.methods.options import make_config
-from coda_prompt.model.vit import Images, Opening
+from coda_prompt.model.vit import Images, StartedPass
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -81,7 +81,7 @@ class Watched:
             images = batch.images
             assert images is not None
             self.labels.append(batch.labels.tolist())
-            seen = images.tokens if isinstance(images, Opening) else images
+            seen = images.tokens if isinstance(images, StartedPass) else images
             self.images.append(seen.clone())
             return loss(batch)
 
@@ -466,7 +466,7 @@ def query_passes(stream: Stream, **training: Any) -> int:
     seen, queries = [], method.queries
 
     def counted(images: Images) -> Tensor:
-        seen.append(len(images.tokens if isinstance(images, Opening) else images))
+        seen.append(len(images.tokens if isinstance(images, StartedPass) else images))
         return queries(images)
 
     method.queries = counted  # type: ignore[method-assign]
@@ -590,12 +590,9 @@ def test_mixed_precision_keeps_the_penalty_exact() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(method.penalty(), exact)
         queries = torch.randn(4, 32)
-        weights = component_weights(
-            queries, key_products(method.keys.trainable, method.attention.trainable)
-        )
+        weights = component_weights(queries, method.keys.trainable, method.attention.trainable)
         similarity = cosines(queries, method.keys.trainable)
-    products = key_products(method.keys.trainable, method.attention.trainable)
-    exactly = component_weights(queries, products)
+    exactly = component_weights(queries, method.keys.trainable, method.attention.trainable)
     assert torch.equal(weights, exactly)
     assert torch.equal(similarity, cosines(queries, method.keys.trainable))
 

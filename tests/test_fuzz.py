@@ -153,7 +153,9 @@ def test_tar_shards_and_their_index(examples: int, tiny: Path, tmp_path: Path) -
 
 
 @FEW
-def test_run_folders(examples: int, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_damaged_run_folders_are_refused_or_read(
+    examples: int, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     shutil.copytree(tiny_runs[0] / "tiny", tmp_path / "tiny")
     trial = tmp_path / "tiny" / "coda-p" / "trial-1"
     names = ("config.json", "result.json", "environment.json")
@@ -176,7 +178,9 @@ def test_run_folders(examples: int, tiny_runs: tuple[Path, dict[str, Any]], tmp_
 
 
 @FEW
-def test_presets_and_sweeps(examples: int, tiny: Path, tmp_path: Path) -> None:
+def test_changed_presets_and_sweeps_are_refused_or_load(
+    examples: int, tiny: Path, tmp_path: Path
+) -> None:
     benchmark = yaml.safe_load(tiny.read_text())
     lines = [{"methods": ["coda-p"], "field": "options.length", "values": [4, 8]}]
     sweep = {"name": "s", "benchmark": str(tiny), "settings": {"trials": 1}, "lines": lines}
@@ -200,7 +204,7 @@ def test_presets_and_sweeps(examples: int, tiny: Path, tmp_path: Path) -> None:
 
 
 @FEW
-def test_lists(examples: int, tmp_path: Path) -> None:
+def test_accepted_lists_name_existing_files(examples: int, tmp_path: Path) -> None:
     """What is accepted names files that are there."""
     for name in ("n1", "n2"):
         (tmp_path / "imagenet-r" / name).mkdir(parents=True)
@@ -236,7 +240,7 @@ def test_lists(examples: int, tmp_path: Path) -> None:
 
 
 @FEW
-def test_embedded_drawings(examples: int) -> None:
+def test_damaged_drawings_are_refused_or_complete(examples: int) -> None:
     file = io.BytesIO()
     np.savez(file, drawings=np.zeros((6, 4, 4), np.uint8), classes=np.array(["a", "b"]))
 
@@ -252,7 +256,7 @@ def test_embedded_drawings(examples: int) -> None:
 
 
 @FEW
-def test_damaged_models(examples: int, tmp_path: Path) -> None:
+def test_damaged_models_are_refused(examples: int, tmp_path: Path) -> None:
     """Any other byte is refused by the hash; what is accepted is the same model."""
     taught(range(2), [2], method="ncm").save(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -271,7 +275,7 @@ def test_damaged_models(examples: int, tmp_path: Path) -> None:
 
 
 @FEW
-def test_forged_models(examples: int, tmp_path: Path) -> None:
+def test_forged_models_are_refused_or_load(examples: int, tmp_path: Path) -> None:
     """A description with a valid hash can have any content."""
     taught(range(2), [2], method="ncm").save(tmp_path / "whole")
     images, _ = drawings(range(2), 2, test=True)
@@ -287,7 +291,7 @@ def test_forged_models(examples: int, tmp_path: Path) -> None:
 
 
 @FEW
-def test_backbones(examples: int, tiny: Path, tmp_path: Path) -> None:
+def test_damaged_backbones_are_refused_or_load(examples: int, tiny: Path, tmp_path: Path) -> None:
     whole = (tiny.parent / "tiny.safetensors").read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
 
@@ -300,7 +304,7 @@ def test_backbones(examples: int, tiny: Path, tmp_path: Path) -> None:
 
 
 @FEW
-def test_checkpoints(examples: int, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(examples: int, tmp_path: Path) -> None:
     """A damaged checkpoint is skipped, and the result is the same."""
     stopped(tmp_path / "whole", "coda-p", 5)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
@@ -319,7 +323,7 @@ def test_checkpoints(examples: int, tmp_path: Path) -> None:
 
 
 @FEW
-def test_forged_checkpoints(examples: int, tmp_path: Path) -> None:
+def test_forged_checkpoints_are_refused_or_resume(examples: int, tmp_path: Path) -> None:
     stopped(tmp_path / "whole", "coda-p", 5)
     names = sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))
 
@@ -355,7 +359,7 @@ def encoded(kind: str) -> bytes:
 
 
 @FEW
-def test_images(examples: int, tmp_path: Path) -> None:
+def test_damaged_images_are_refused_or_decoded(examples: int, tmp_path: Path) -> None:
     kinds = {name: encoded(name) for name in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")}
 
     def check(kind: str, change: Change) -> None:

@@ -87,7 +87,7 @@ def vars_of(method: Method) -> dict[str, Any]:
     return dict(vars(method.config))
 
 
-def test_query(vit: ViT, golden_tensors: Tensors) -> None:
+def test_queries_equal_the_released_code(vit: ViT, golden_tensors: Tensors) -> None:
     assert_close(vit.features(golden_tensors["images"]), golden_tensors["query"], **TOLERANCE)
 
 
@@ -161,17 +161,19 @@ def test_l2p_features_at_inference(vit: ViT, golden_tensors: Tensors) -> None:
     assert_close(found, golden_tensors["l2p.features"], **TOLERANCE)
 
 
-def test_class_orders(golden_numbers: dict[str, Any]) -> None:
+def test_class_orders_equal_the_released_ones(golden_numbers: dict[str, Any]) -> None:
     for seed, order in golden_numbers["class_order"].items():
         assert list(class_order(100, int(seed))) == order
 
 
 @pytest.mark.parametrize("epochs", [5, 20, 50])
-def test_released_learning_rates(epochs: int, golden_numbers: dict[str, Any]) -> None:
+def test_learning_rates_equal_the_released_ones(
+    epochs: int, golden_numbers: dict[str, Any]
+) -> None:
     found = [learning_rate("lagging-cosine", 1e-3, epoch, epochs) for epoch in range(epochs)]
     assert found == pytest.approx(golden_numbers[f"released_lr_{epochs}"], rel=1e-9)
 
 
-def test_forgetting(golden_numbers: dict[str, Any]) -> None:
+def test_forgetting_equals_the_released_code(golden_numbers: dict[str, Any]) -> None:
     found = forgetting_paper(golden_numbers["forgetting_matrix"])
     assert found == pytest.approx(golden_numbers["forgetting_released"], rel=1e-9)

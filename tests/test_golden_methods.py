@@ -53,7 +53,7 @@ def set_adapters(method: AdapterMethod, released: Tensors, prefix: str, task: in
 # -- SLCA
 
 
-def test_slca_gaussians(released: Tensors) -> None:
+def test_slca_gaussians_equal_the_released_code(released: Tensors) -> None:
     features = released["slca.features"]  # classes x images x D
     gaussians = Gaussians(6, "full", jitter=1e-4)
     gaussians.grow(6)
@@ -64,7 +64,7 @@ def test_slca_gaussians(released: Tensors) -> None:
     assert_close(factors @ factors.mT, released["slca.covariances"], **TOLERANCE)
 
 
-def test_slca_alignment(released: Tensors) -> None:
+def test_slca_alignment_equals_the_released_code(released: Tensors) -> None:
     """All steps of an alignment: loss, SGD with momentum and decay, cosine per epoch."""
     vit = ViT(ViTConfig(8, 4, 3, 6, 1, 1, 8))
     method = methods.make("slca", vit, align_epochs=2)
@@ -109,7 +109,9 @@ def ease(vit: ViT, released: Tensors, preset: str, finish: bool = True) -> EASE:
 
 
 @pytest.mark.parametrize(("preset", "name"), [("release", "recalc"), ("paper", "once")])
-def test_ease_inference(vit: ViT, released: Tensors, preset: str, name: str) -> None:
+def test_ease_inference_equals_the_released_code(
+    vit: ViT, released: Tensors, preset: str, name: str
+) -> None:
     method, images = ease(vit, released, preset), released["ease.images"]
     assert_close(method.features(images, None), released["ease.features"], **TOLERANCE)
     found = method.prototypes()[0].flatten(1)
@@ -117,7 +119,7 @@ def test_ease_inference(vit: ViT, released: Tensors, preset: str, name: str) -> 
     assert_close(method.logits(images), released[f"ease.{name}.logits"], **TOLERANCE)
 
 
-def test_ease_training(vit: ViT, released: Tensors) -> None:
+def test_ease_training_equals_the_released_code(vit: ViT, released: Tensors) -> None:
     method = ease(vit, released, "release", finish=False)
     assert method.proxies.trainable is not None
     assert method.sigma.trainable is not None
@@ -139,7 +141,7 @@ def test_ease_training(vit: ViT, released: Tensors) -> None:
 # -- TUNA
 
 
-def test_tuna_inference(vit: ViT, released: Tensors) -> None:
+def test_tuna_inference_equals_the_released_code(vit: ViT, released: Tensors) -> None:
     method = methods.make("tuna", vit, universal="newest")
     assert isinstance(method, TUNA)
     for task, new in enumerate((2, 3, 2)):
@@ -155,7 +157,7 @@ def test_tuna_inference(vit: ViT, released: Tensors) -> None:
     assert torch.equal(ranking, released["tuna.ranking"])
 
 
-def test_tuna_losses(released: Tensors) -> None:
+def test_tuna_losses_equal_the_released_code(released: Tensors) -> None:
     scores, labels = released["tuna.cosface.scores"], released["tuna.cosface.labels"]
     loss = torch.nn.functional.cross_entropy(20 * scores, labels)
     assert_close(loss, released["tuna.cosface.loss"], **TOLERANCE)
@@ -213,7 +215,7 @@ def test_hide_prompt_of_the_third_task(vit: ViT, released: Tensors) -> None:
     assert_close(method.mixed_prompt(), expected, **TOLERANCE)
 
 
-def test_hide_task_classifier(vit: ViT, released: Tensors) -> None:
+def test_hide_task_classifier_equals_the_released_code(vit: ViT, released: Tensors) -> None:
     method = methods.make("hide-prompt", vit)
     assert isinstance(method, HiDePrompt)
     names = ("net.0.0.weight", "net.0.0.bias", "net.1.0.weight", "net.1.0.bias")
@@ -223,7 +225,7 @@ def test_hide_task_classifier(vit: ViT, released: Tensors) -> None:
     assert_close(found, released["hide.mlp.output"], **TOLERANCE)
 
 
-def test_hide_contrastive_loss(vit: ViT, released: Tensors) -> None:
+def test_hide_contrastive_loss_equals_the_released_code(vit: ViT, released: Tensors) -> None:
     method = methods.make("hide-prompt", vit, centroids=2)
     assert isinstance(method, HiDePrompt)
     method.begin_task(brief(method, new=2))

@@ -223,7 +223,9 @@ def network(known: list[str], backbone: str = "pocket") -> Network:
         ({"cat": 9}, [], "the only class"),
     ],
 )
-def test_warnings(counts: dict[str, int], known: list[str], words: str) -> None:
+def test_data_to_check_is_warned_about(
+    counts: dict[str, int], known: list[str], words: str
+) -> None:
     found = advice.warnings(network(known), some(counts))
     assert any(words in warning for warning in found)
 

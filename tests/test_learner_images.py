@@ -171,7 +171,7 @@ def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     np.testing.assert_allclose(first, opened, atol=1e-6)
 
 
-def test_color_conversion(tmp_path: Path) -> None:
+def test_every_colour_mode_gives_the_same_answer(tmp_path: Path) -> None:
     classifier = taught(range(6))
     grey = SOURCE.test.image(5)
     kinds = {

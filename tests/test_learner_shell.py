@@ -65,10 +65,10 @@ def test_commands_of_the_documentation(session: tuple[Path, dict[str, str]]) -> 
     assert "among all 30 classes" in third
     held_out = re.compile(r"on \d+ held-out images: .*")
     assert held_out.findall(third) == held_out.findall(again), "undone and learned again"
-    assert "30 classes in 3 tasks" in printed_by(session, "coda info")[0]
-    assert "back to 20 classes in 2 tasks" in printed_by(session, "coda undo")[0]
+    assert "30 classes in 3 lessons" in printed_by(session, "coda info")[0]
+    assert "back to 20 classes in 2 lessons" in printed_by(session, "coda undo")[0]
     assert "anvil" in printed_by(session, "coda predict")[0]
-    assert "Accuracy by task" in printed_by(session, "coda evaluate")[0]
+    assert "Accuracy by lesson" in printed_by(session, "coda evaluate")[0]
 
 
 def test_documented_accuracies_match_the_commands(

@@ -35,7 +35,9 @@ def frozen(inputs: int = 24, outputs: int = 40) -> Linear:
 
 
 @pytest.mark.parametrize("shape", [(3, 24), (2, 5, 24), (1, 1, 24)])
-def test_products_and_gradients(shape: tuple[int, ...], calls: list[str]) -> None:
+def test_products_and_gradients_equal_those_of_torch(
+    shape: tuple[int, ...], calls: list[str]
+) -> None:
     layer = frozen()
     mine, other = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for _ in "ab")
     found, expected = (

@@ -121,7 +121,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("before", [0, 2])
-def test_loss_and_gradients(
+def test_loss_and_gradients_equal_the_equations(
     vit: ViT, images: Tensor, name: str, options: dict[str, object], before: int
 ) -> None:
     method = made(name, vit, **options)

@@ -70,7 +70,7 @@ def test_more_prompted_blocks_than_the_vit_has_are_refused(name: str, option: st
 
 
 def test_an_unknown_option_suggests_the_nearest() -> None:
-    with pytest.raises(UnknownName, match=r"no option of coda-p 'lenght'\. Did you mean 'length'"):
+    with pytest.raises(UnknownName, match=r"no option 'lenght' in coda-p\. Did you mean 'length'"):
         methods.make("coda-p", tiny_vit(), lenght=8)
 
 

@@ -129,7 +129,9 @@ def test_deviation_over_trials_is_that_of_the_population() -> None:
         (30, 0.995, 2.750),
     ],
 )
-def test_student_quantiles(freedom: int, probability: float, quantile: float) -> None:
+def test_student_quantiles_equal_published_tables(
+    freedom: int, probability: float, quantile: float
+) -> None:
     assert metrics.student_quantile(probability, freedom) == pytest.approx(quantile, abs=6e-4)
 
 

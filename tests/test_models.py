@@ -52,7 +52,7 @@ def test_saved_model_round_trips(tmp_path: Path) -> None:
     assert config["classes"] == list(NAMES[:5])
     assert config["method"] == "coda-p"
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "5 classes, learned in 2 tasks" in card
+    assert "5 classes, learned in 2 lessons" in card
 
 
 @pytest.mark.parametrize("method", ["ranpac", "coda-p", "coda-p-ranpac", "ncm"])

@@ -139,7 +139,9 @@ PENALISED = {
 
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("before", [1, 2, 3])
-def test_coda_inference(vit: ViT, images: Tensor, before: int, attention: bool) -> None:
+def test_coda_inference_equals_the_equations(
+    vit: ViT, images: Tensor, before: int, attention: bool
+) -> None:
     method = methods.make(
         "coda-p", vit, components=7, tasks=3, length=4, blocks=(0, 2, 5), attention=attention
     )
@@ -149,7 +151,9 @@ def test_coda_inference(vit: ViT, images: Tensor, before: int, attention: bool) 
 
 @pytest.mark.parametrize("preset", PENALISED)
 @pytest.mark.parametrize("before", LEARNED_BEFORE)
-def test_coda_training(vit: ViT, images: Tensor, before: int, preset: str) -> None:
+def test_coda_training_equals_the_equations(
+    vit: ViT, images: Tensor, before: int, preset: str
+) -> None:
     method = methods.make("coda-p", vit, components=7, tasks=3, length=4, preset=preset)
     learn_tasks(method, before)
     method.begin_task(brief(method, new=3))
@@ -188,14 +192,14 @@ def dual_prompts(method: methods.Method, query: Tensor, task: int | None) -> Pro
 
 
 @pytest.mark.parametrize("before", [1, 2, 3])
-def test_dualprompt_inference(vit: ViT, images: Tensor, before: int) -> None:
+def test_dualprompt_inference_equals_the_equations(vit: ViT, images: Tensor, before: int) -> None:
     method = methods.make("dualprompt", vit, expert_length=8)
     learn_tasks(method, before)
     check_inference(method, images, lambda query: dual_prompts(method, query, None))
 
 
 @pytest.mark.parametrize("before", LEARNED_BEFORE)
-def test_dualprompt_training(vit: ViT, images: Tensor, before: int) -> None:
+def test_dualprompt_training_equals_the_equations(vit: ViT, images: Tensor, before: int) -> None:
     method = methods.make("dualprompt", vit, expert_length=8)
     learn_tasks(method, before)
     method.begin_task(brief(method, new=2))
@@ -242,7 +246,9 @@ def l2p_key_loss(method: methods.Method, query: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["l2p++", "deep-l2p++"])
 @pytest.mark.parametrize("before", [1, 2])
-def test_l2p_inference(vit: ViT, images: Tensor, before: int, name: str) -> None:
+def test_l2p_inference_equals_the_equations(
+    vit: ViT, images: Tensor, before: int, name: str
+) -> None:
     method = methods.make(name, vit, pool=6, length=4, top=3)
     learn_tasks(method, before)
     check_inference(method, images, lambda query: l2p_prompts(method, query))
@@ -250,7 +256,9 @@ def test_l2p_inference(vit: ViT, images: Tensor, before: int, name: str) -> None
 
 @pytest.mark.parametrize("name", ["l2p++", "deep-l2p++"])
 @pytest.mark.parametrize("before", LEARNED_BEFORE)
-def test_l2p_training(vit: ViT, images: Tensor, before: int, name: str) -> None:
+def test_l2p_training_equals_the_equations(
+    vit: ViT, images: Tensor, before: int, name: str
+) -> None:
     method = methods.make(name, vit, pool=6, length=4, top=3)
     learn_tasks(method, before)
     method.begin_task(brief(method, new=2))

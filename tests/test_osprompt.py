@@ -73,7 +73,7 @@ def reference_loss(method: OSPrompt, queries: dict[int, Tensor], reference: Tens
 
 
 @pytest.mark.parametrize("before", [1, 3])
-def test_inference(vit: ViT, images: Tensor, before: int) -> None:
+def test_inference_equals_the_equations(vit: ViT, images: Tensor, before: int) -> None:
     method = made("os-prompt", vit, before)
     features = torch.cat(
         [naive_features(vit, image[None], prompts(method, {})) for image in images]
@@ -91,7 +91,7 @@ def test_inference(vit: ViT, images: Tensor, before: int) -> None:
     ],
 )
 @pytest.mark.parametrize("before", [0, 2])
-def test_training(
+def test_training_equals_the_equations(
     vit: ViT, images: Tensor, before: int, name: str, options: dict[str, object]
 ) -> None:
     method = made(name, vit, before, **options)

@@ -68,6 +68,12 @@ class Mine(TrainedMethod):
 """
 
 
+def write_drawings(folder: Path) -> None:
+    for number, (image, name) in enumerate(zip(*drawings(range(2), 6), strict=True)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.asarray(image)).save(folder / name / f"{number}.png")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -83,20 +89,66 @@ class Mine(TrainedMethod):
             TRAINED.format(more=", queries", returned="per_image"),
             "loss returns Tensor, not Loss",
         ),
+        (
+            TRAINED.format(more=", queries", returned="Loss.of(per_image[:, None])"),
+            "loss returns mean as a tensor of shape (10, 1), expected a tensor of shape (10)",
+        ),
+        (
+            TRAINED.replace("features(images)", "features(images)[:, None]").format(
+                more=", queries", returned="Loss.of(per_image)"
+            ),
+            "features returns a tensor of shape (10, 1, 128), expected a tensor of shape "
+            "(10, features)",
+        ),
+        (
+            CLOSED_FORM.replace(": self.classes_seen", ":1").format(body="pass"),
+            "mine.py:Mine' cannot be used as a method: scores returns a tensor of shape (2, 1), "
+            "expected a tensor of shape (2, 2)",
+        ),
         ("class Mine: pass", "'Mine' does not inherit from coda_prompt.methods.Method"),
         ("Mine = 3", "there is no class 'Mine' in"),
     ],
 )
 def test_an_error_in_a_method_is_one_message(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(content)
-    for number, (image, name) in enumerate(zip(*drawings(range(2), 6), strict=True)):
-        (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.asarray(image)).save(tmp_path / "data" / name / f"{number}.png")
+    write_drawings(tmp_path / "data")
     arguments = ("learn", f"{tmp_path}/model", f"{tmp_path}/data", "--backbone", "pocket")
     failed = coda(*arguments, "--method", f"{tmp_path}/mine.py:Mine")
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+FAILS_LATER = """
+from coda_prompt.methods import Loss
+from coda_prompt.methods.base import TrainedMethod
+
+class Mine(TrainedMethod):
+    steps = 0
+
+    def features(self, images, queries):
+        return self.backbone.features(images)
+
+    def loss(self, batch):
+        self.steps += 1
+        if self.steps == 3:
+            raise ValueError("third step")
+        return Loss.of(self.head.masked_loss(self.features(batch.images, None), batch.labels))
+"""
+
+
+def test_a_failed_first_lesson_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILS_LATER)
+    write_drawings(tmp_path / "data")
+    (tmp_path / "empty").mkdir()
+    for model in ("new", "parent/new", "empty"):
+        arguments = ("learn", model, "data", "--backbone", "pocket", "--method", "mine.py:Mine")
+        failed = coda(*arguments, cwd=tmp_path)
+        assert failed.returncode == 2
+        assert "ValueError: third step" in failed.stderr
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "parent").exists()
+    assert not list((tmp_path / "empty").iterdir())
 
 
 @pytest.fixture

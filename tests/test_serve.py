@@ -326,7 +326,7 @@ def test_several_models_are_served_side_by_side(tmp_path: Path) -> None:
         assert len(client.get("/v1/classes").json()["classes"]) == 40
 
 
-def test_lesson_and_undo(teachable: httpx.Client, model: Path) -> None:
+def test_a_lesson_adds_classes_and_undo_removes_them(teachable: httpx.Client, model: Path) -> None:
     client = teachable
     images, labels = drawings([8, 9], 8)
     before = client.get("/v1/classes").json()

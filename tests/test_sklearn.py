@@ -67,7 +67,7 @@ def test_repr_shows_parameters_and_lessons() -> None:
         "ContinualClassifier(training={'epochs': 3})\nnothing learned yet; ranpac on auto"
     )
     classifier = taught(range(2), [3], method="ncm")
-    assert f"3 classes in 2 tasks, ncm on pocket: {NAMES[0]}, {NAMES[1]}, {NAMES[3]}" in repr(
+    assert f"3 classes in 2 lessons, ncm on pocket: {NAMES[0]}, {NAMES[1]}, {NAMES[3]}" in repr(
         classifier
     )
     page = classifier._repr_html_()

@@ -43,7 +43,7 @@ def test_textbook_has_the_same_loss_and_gradients(tasks: int) -> None:
     labels = torch.randint(2 * tasks - 2, 2 * tasks, (5,), generator=generator)
     queries = method.queries(images)
     for seen, known in (
-        (method.backbone.open(images, method.first_block), None),
+        (method.backbone.start(images, method.first_block), None),
         (images, queries),
     ):
         method.zero_grad()

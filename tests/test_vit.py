@@ -136,17 +136,17 @@ def test_prefixes_do_not_change_the_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_passes_that_agree_up_to_a_block_share_their_opening(first: int) -> None:
+def test_passes_that_agree_up_to_a_block_share_their_start(first: int) -> None:
     vit, images = random_vit(REGISTERS), random_images(REGISTERS)
     prefixes = random_prefixes(REGISTERS, list(range(first, 3)))
-    opening = vit.open(images, first)
-    assert torch.equal(vit.features(opening), vit.features(images))
-    assert torch.equal(vit.features(opening, prefixes), vit.features(images, prefixes))
+    started = vit.start(images, first)
+    assert torch.equal(vit.features(started), vit.features(images))
+    assert torch.equal(vit.features(started, prefixes), vit.features(images, prefixes))
 
 
 def test_an_early_feature_is_that_of_a_network_cut_off_there() -> None:
     vit, images = random_vit(PLAIN), random_images(PLAIN)
-    early = vit.early_features(vit.open(images, 2))
+    early = vit.early_features(vit.start(images, 2))
     del vit.blocks[2:]
     torch.testing.assert_close(early, vit.features(images), atol=1e-6, rtol=1e-5)
 
@@ -249,7 +249,7 @@ def test_rotary_and_pre_norm_passes_agree(name: str) -> None:
     config = replace(TIMM_MODELS[name], depth=3)
     vit = random_vit(config)
     images, prefixes = random_images(config), random_prefixes(config, [1, 2])
-    assert_close(vit.features(vit.open(images, 1), prefixes), vit.features(images, prefixes))
+    assert_close(vit.features(vit.start(images, 1), prefixes), vit.features(images, prefixes))
     tokens = vit.run(vit.embed(images), range(2))
     assert_close(vit.blocks[2](tokens, class_only=True), vit.blocks[2](tokens)[:, :1])
 
@@ -282,8 +282,8 @@ def test_merged_deltas_equal_unmerged_ones() -> None:
     vit, images = tiny_vit(), torch.rand(3, 1, 16, 16)
     unmerged, plain = vit.features(images, edited()), vit.features(images)
     assert (unmerged - plain).abs().max() > 0.1
-    opened = vit.open(images)
-    assert_close(vit.features(opened, edited()), unmerged)
+    started = vit.start(images)
+    assert_close(vit.features(started, edited()), unmerged)
     vit.merge(edited())
     assert_close(vit.features(images), unmerged, rtol=1e-4, atol=1e-5)
 

@@ -31,13 +31,21 @@ def join_names(names: Iterable[object], limit: int = 5) -> str:
 
 
 class UnknownName(CodaError):
-    """An option, method, backbone or field that does not exist."""
+    """An option, method, backbone or field that does not exist.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    Args:
+        kind: What the name stands for.
+        name: What the user wrote.
+        known: All names there are.
+        owner: What should have it, such as a method or a file.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], owner: str = "") -> None:
         names = sorted(known)
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Choose one of: {', '.join(names)}."
-        super().__init__(f"There is no {kind} '{name}'. {hint}")
+        where = f" in {owner}" if owner else ""
+        super().__init__(f"There is no {kind} '{name}'{where}. {hint}")
 
 
 class BadOption(CodaError):

@@ -16,7 +16,7 @@ from coda_prompt.data.images import Augmentation
 from coda_prompt.data.stream_options import StreamOptions
 from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
 from coda_prompt.methods import Entry
-from coda_prompt.methods.base import MethodConfig, PromptConfig
+from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
 from coda_prompt.training.devices import Precision
@@ -116,11 +116,8 @@ class Benchmark(Section):
             options.setdefault("tasks", tasks)
         if issubclass(entry.type.Config, CodaConfig) and self.protocol is not None:
             options.setdefault("preset", self.protocol)
-        if issubclass(entry.type.Config, PromptConfig) and self.one_stage:
-            defaults = asdict(make_config(entry.type.Config, name, dict(entry.options)))
-            for field in (field for field in defaults if field.endswith("blocks")):
-                options.setdefault(field, tuple(block + 1 for block in defaults[field]))
-            options.setdefault("query", "early")
+        if self.one_stage:
+            options = {**methods.one_stage_options(entry), **options}
         return make_config(entry.type.Config, name, {**entry.options, **options})
 
     def method_training(self, name: str, seed: int) -> Training:
@@ -131,7 +128,7 @@ class Benchmark(Section):
             problem = "each trial has its own seed; set first_seed instead"
             raise BadOption(f"benchmark {self.name}", "training.seed", problem)
         fields = {**protocol, **self.training, **own, "seed": seed}
-        return make_config(Training, "the training", fields)
+        return make_config(Training, f"the training of benchmark {self.name}", fields)
 
     def resolved(self, names: Iterable[str]) -> Benchmark:
         """Return the benchmark with these rows only and every option and default written out."""
@@ -264,7 +261,8 @@ def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
         problem = f"is not valid YAML or JSON ({problem})"
         raise CorruptFile(name_or_path, problem, "Fix the file.") from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
-        raise CorruptFile(name_or_path, f"does not describe a {what}", "Fix the file.")
+        problem = f"does not describe a {what}, which has named fields such as `name: example`"
+        raise CorruptFile(name_or_path, problem, "Fix the file.")
     return fields
 
 
@@ -339,8 +337,10 @@ def bad_field(
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        section = sections.get(path.split(".")[0], whole) if "." in path else whole
-        return UnknownName(f"field of {owner}", str(first["loc"][-1]), section.model_fields)
+        parent = path[: path.rfind(".") + 1]
+        section = sections.get(path.split(".")[0], whole) if parent else whole
+        known = [f"{parent}{name}" for name in section.model_fields]
+        return UnknownName("field", path, known, owner)
     problem = str(first["msg"]).removeprefix("Value error, ")
     return BadOption(owner, path or "?", problem[:1].lower() + problem[1:])
 
@@ -349,4 +349,4 @@ def check_rows(benchmark: Benchmark, names: Sequence[str]) -> None:
     """Check that these rows exist, or are methods of a file (`file.py:Class`)."""
     for name in names:
         if ".py:" not in name and name not in benchmark.methods:
-            raise UnknownName(f"method in {benchmark.name}", name, benchmark.methods)
+            raise UnknownName("method", name, benchmark.methods, benchmark.name)

@@ -129,7 +129,7 @@ def _select_methods(sweep: Sweep, chosen: Sequence[str]) -> Sweep:
     known = [method for line in sweep.lines for method in line.methods]
     for method in chosen:
         if method not in known:
-            raise UnknownName(f"method in sweep {sweep.name}", method, known)
+            raise UnknownName("method", method, known, f"sweep {sweep.name}")
     lines = [
         line.model_copy(update={"methods": selected})
         for line in sweep.lines

@@ -218,7 +218,7 @@ def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
     if as_json:
         _print_version(restored)
         return
-    counts = f"{len(description.classes)} classes in {len(description.tasks)} tasks"
+    counts = f"{len(description.classes)} classes in {len(description.tasks)} lessons"
     name = console.decode_file_name(str(model))
     console.print_message(f"{name}: back to {counts} (version {restored.number})")
 

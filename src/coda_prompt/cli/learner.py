@@ -41,7 +41,7 @@ def learn(
     method: options.Method = None,
     removable: options.Removable = False,
     epochs: options.Epochs = None,
-    queries: options.LearnQueries = None,
+    queries: options.Queries = None,
     val: options.Validation = 0.2,
     check: options.Check = None,
     find_duplicates: options.FindDuplicates = None,
@@ -72,13 +72,13 @@ def learn(
         rank_zero = fabric.global_rank == 0
         if rank_zero:
             stack.enter_context(store.exclusive_writer(model))
-        classifier = load_or_create(model, backbone, method, fabric, removable=removable)
+        one_stage = queries == "one-stage"
+        classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        lesson = f"{images.fingerprint} {images.names}"
-        version = len(classifier.tasks_)
-        command = resume_command()
-        if fabric.broadcast(rank_zero and store.begin_lesson(model, lesson, version, command)):
+        lesson = f"{images.split.fingerprint()} {images.names}"
+        note = (lesson, len(classifier.tasks_), resume_command())
+        if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)
             return
         _print_lesson(classifier, images, checked, epochs, output)
@@ -89,7 +89,7 @@ def learn(
                 validation=val,
                 check=checked,
                 epochs=epochs,
-                queries=queries,
+                queries=None if queries == "one-stage" else queries,
                 find_duplicates=find_duplicates,
                 progress=model / store.PROGRESS,
                 stop=stop,
@@ -120,7 +120,7 @@ def evaluate(
     *,
     output: console.Output,
 ) -> None:
-    """Measure the accuracy of a model: overall, per class and per task; list its confusions."""
+    """Measure the accuracy of a model: overall, per class and per lesson; list its confusions."""
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.confusion import check_picture, draw_confusion
     from coda_prompt.learner.feedback import LearnerProgress
@@ -158,8 +158,8 @@ def _print_evaluation(evaluation: "Evaluation", classifier: "ContinualClassifier
         when_learned = classifier.tasks_[task.number - 1]["accuracy_own"]
         shares = map(percent, (task.accuracy, task.accuracy_own, when_learned))
         tasks.append([task.number, join_names(task.classes, 6), task.images, *shares])
-    heads = ["task", "classes", "images", "accuracy", "among own classes", "when learned"]
-    stdout.print(console.table(heads, tasks, "Accuracy by task"))
+    heads = ["lesson", "classes", "images", "accuracy", "among own classes", "when learned"]
+    stdout.print(console.table(heads, tasks, "Accuracy by lesson"))
     if evaluation.confused:
         confused = [
             [each.true, each.predicted, each.images, percent(each.share)]
@@ -210,7 +210,7 @@ def info(
     undo = f" (and {earlier / 1e6:.2f} MB of earlier versions)" if earlier else ""
     console.print_result(
         f"{console.decode_file_name(str(model))}: {len(description.classes)} classes in "
-        f"{len(description.tasks)} tasks, {description.method} on {description.backbone.name}, "
+        f"{len(description.tasks)} lessons, {description.method} on {description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     made_on, pixels = description.backbone, description.pixels

@@ -54,9 +54,8 @@ Precision = Annotated[
 Queries = Annotated[
     Literal["exact", "cached", "one-stage"] | None,
     typer.Option(
-        help="Where prompt queries come from: every augmented view (exact), the plain image "
-        "once (cached), or the first blocks of the prompted pass (one-stage). "
-        "Default: the preset's."
+        help="Where prompt queries come from: every augmented view (exact, the default), the plain "
+        "image once (cached), or the first blocks of the prompted pass (one-stage)."
     ),
 ]
 Views = Annotated[
@@ -152,14 +151,6 @@ MethodFile = Annotated[
     ),
 ]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the images.")]
-LearnQueries = Annotated[
-    Literal["exact", "cached"] | None,
-    typer.Option(
-        "--queries",
-        help="Where prompt queries come from: every augmented view (exact) or the plain image "
-        "once (cached).",
-    ),
-]
 Validation = Annotated[
     float,
     typer.Option("--val", min=0, max=0.9, help="Share of each class set aside for validation."),

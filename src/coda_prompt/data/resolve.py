@@ -111,11 +111,6 @@ class Labelled:
             Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)) for image in images
         ]
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash that changes with the images or labels; every file is looked at for it."""
-        return self.split.fingerprint()
-
     def name(self, index: int) -> str:
         """Return the path of an image; its class and number if it is no file."""
         if isinstance(self.split, FileSplit):

@@ -159,7 +159,7 @@ def _as_bad_option(error: ValidationError) -> BadOption | UnknownName:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"]) or "tasks"
     if first["type"] == "extra_forbidden":
-        return UnknownName("field of a stream", field, StreamOptions.model_fields)
+        return UnknownName("field", field, StreamOptions.model_fields, "a stream")
     problem = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "greater_than_equal":
         least = first["ctx"]["ge"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MAX_CLASSES_SHOWN = 40
 TASK_HEADS = [
-    "task",
+    "lesson",
     "date",
     "new",
     "continued",
@@ -34,7 +34,7 @@ def model_card(description: Description) -> str:
         "tags: [continual-learning, image-classification]",
         "---",
         "",
-        f"# Image classifier with {len(classes)} classes, learned in {len(tasks)} tasks",
+        f"# Image classifier with {len(classes)} classes, learned in {len(tasks)} lessons",
         "",
         f"Method `{description.method}` on the frozen backbone `{description.backbone.name}`, "
         f"trained with coda-prompt {description.coda_prompt}. The file has only what was learned: "
@@ -42,7 +42,7 @@ def model_card(description: Description) -> str:
         "",
         f"Classes: {', '.join(classes[:MAX_CLASSES_SHOWN])}{more}",
         "",
-        "| task | date | new classes | continued | images | accuracy when learned | own classes |",
+        "| lesson | date | new classes | continued | images | accuracy then | own classes |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
@@ -53,8 +53,8 @@ def model_card(description: Description) -> str:
     ]
     lines += [
         "",
-        "Accuracies are on held-out images of the task right after it was learned: among all "
-        "classes known at that time, and among the task's own classes.",
+        "Accuracies are on held-out images of the lesson right after it was learned: among all "
+        "classes known at that time, and among the lesson's own classes.",
         "",
         "```python",
         "from coda_prompt import ContinualClassifier",

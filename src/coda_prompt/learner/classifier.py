@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
-from torch import Tensor
 
-from coda_prompt import errors
+from coda_prompt import errors, methods
 from coda_prompt.data.inputs import Channels, image_items
 from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice, feedback, store
@@ -21,15 +21,7 @@ from coda_prompt.learner.answers import Predictions
 from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
-from coda_prompt.learner.lesson import (
-    known_accuracies,
-    lesson_training,
-    make_record,
-    make_task,
-    open_checkpoints,
-    teach_detector,
-    watched_accuracy,
-)
+from coda_prompt.learner.lesson import lesson_training, make_task, open_checkpoints, teach
 from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
@@ -178,44 +170,25 @@ class ContinualClassifier(EditableEstimator):
         shown = self.verbose and fabric.global_rank == 0
         if shown:
             feedback.announce(chosen or network.backbone_name, images, warnings)
-        known = network.classes
-        stored = self._home is not None and chosen is None  # with nothing learned yet
-        previous = self._model() if known or stored else None
-        before, after, checkpointer = {}, {}, None
         bar = feedback.LearnerProgress() if shown and on_event is None else None
         show = bar.on_event if bar else on_event or (lambda event: None)
         engine = Engine(network.views, training, fabric=fabric, on_event=show, should_stop=stop)
+        checkpointer = None
+        if progress is not None:
+            checkpointer = open_checkpoints(network, progress, images, training, validation)
+        task = make_task(network, images, validation, checkpointer)
+        stored = self._home is not None and chosen is None  # with nothing learned yet
+        previous = self._model() if network.classes or stored else None
         with bar or contextlib.nullcontext(), restored_on_error(network.method):
-            if checked is not None:
-                before = known_accuracies(network, checked, known, engine)
-            if progress is not None:
-                checkpointer = open_checkpoints(network, progress, images, training, validation)
-            task = make_task(network, images, validation, checkpointer)
-            tokens: list[Tensor] = []
-            engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
-            record = make_record(network, images, task, engine)
-            if checked is not None:
-                after = known_accuracies(network, checked, known, engine)
-                record = record.model_copy(update={"watched": watched_accuracy(before, after)})
-            names, hashes, repeated = [*known, *record.new], network.hashes, list[str]()
-            if len(hashes) if find_duplicates is None else find_duplicates:
-                hashes, repeated = hashes.learned(images, names)
-        hints = (*teach_detector(network, images, task, tokens[0], names), *repeated)
-        network.hashes = hashes
+            record, learned = teach(
+                network, images, task, engine, checkpointer, checked, find_duplicates
+            )
         if shown:
-            feedback.warn(hints)
+            feedback.warn(learned.hints)
         self._checkpointer = checkpointer
         self._replace(previous, [*network.tasks, record])
-        return Learned.of(
-            record,
-            seconds=time.perf_counter() - started,
-            warnings=tuple(warnings),
-            left_out=tuple(str(problem) for problem in images.bad),
-            forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
-            hints=hints,
-            held_out_images=tuple(task.test.indices.tolist()),
-            chosen=chosen,
-        )
+        seconds = time.perf_counter() - started
+        return replace(learned, seconds=seconds, warnings=tuple(warnings), chosen=chosen)
 
     def choose_backbone(self, images: Labelled) -> str | None:
         """Resolve `auto` by the images of the first lesson; later lessons keep the backbone.
@@ -366,22 +339,41 @@ def load_or_create(
     backbone: str | None,
     method: str | None,
     fabric: Fabric,
-    *,
     removable: bool = False,
+    one_stage: bool = False,
 ) -> ContinualClassifier:
     """Load the model in a folder, or make a new one if there is none.
 
+    Args:
+        folder: The model folder.
+        backbone: As in `ContinualClassifier.load`.
+        method: As in `ContinualClassifier.load`.
+        fabric: The devices that share the work.
+        removable: Classes can be forgotten without a trace.
+        one_stage: Prompt queries come from the first blocks of the prompted pass.
+
     Raises:
-        BadOption: The model was made with another backbone or method, or is not removable.
+        BadOption: The model was made with another backbone or method, or without `removable` or
+            `one_stage`.
     """
     if not (folder / store.MODEL).exists():
         backbone, method = backbone or AUTO, method or DEFAULT_METHOD
-        options = {"removable": True} if removable else None
+        options: dict[str, Any] = {"removable": True} if removable else {}
+        if one_stage:
+            queries = methods.one_stage_options(methods.find(method))
+            if not queries:
+                raise errors.BadOption("coda learn", "queries", f"{method} has no prompts")
+            options |= queries
         return ContinualClassifier(backbone, method, options=options, verbose=False, fabric=fabric)
     classifier = ContinualClassifier.load(
         folder, backbone=backbone, method=method, verbose=False, fabric=fabric
     )
-    if removable and not classifier.removable:
-        problem = f"{folder} was made without it; it is decided at the first lesson"
-        raise errors.BadOption("coda learn", "removable", problem)
+    early = getattr(classifier.network.method.config, "query", None) == "early"
+    for option, missing in (
+        ("removable", removable and not classifier.removable),
+        ("queries one-stage", one_stage and not early),
+    ):
+        if missing:
+            problem = f"{folder} was made without it; it is decided at the first lesson"
+            raise errors.BadOption("coda learn", option, problem)
     return classifier

@@ -40,9 +40,6 @@ class LearnedHashes(nn.Module):
         self.hashes = Bank((BYTES,), dtype=torch.uint8)
         self.rows = Bank(dtype=torch.int64)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def _apply(self, fn: object, recurse: bool = True) -> LearnedHashes:
         return self  # stays on the CPU
 
@@ -71,7 +68,7 @@ class LearnedHashes(nn.Module):
 
     def nearest(self, hashes: Tensor) -> tuple[list[int], list[int]]:
         """Return the position of the most similar hash for each of `hashes`, and differing bits."""
-        if not len(self):
+        if not len(self.rows):
             return [0] * len(hashes), [BITS] * len(hashes)
         own, positions, differing = _signs(self.hashes.frozen), list[int](), list[int]()
         for chunk in hashes.split(256):
@@ -84,7 +81,7 @@ class LearnedHashes(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors under their names in a model; none without hashes."""
-        return {PREFIX + name: each for name, each in self.state_dict().items() if len(self)}
+        return {PREFIX + name: each for name, each in self.state_dict().items() if len(self.rows)}
 
     def load(self, tensors: Mapping[str, Tensor], classes: int) -> bool:
         """Load what `state` returned; False if the tensors do not fit the number of classes."""
@@ -119,7 +116,7 @@ class LearnedHashes(nn.Module):
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; `features` are their hashes."""
-        if not len(self):
+        if not len(self.rows):
             return
         rows = self.rows.frozen.clone()
         for each, label in zip(features, labels.tolist(), strict=True):
@@ -130,7 +127,7 @@ class LearnedHashes(nn.Module):
 
     def _move_up(self, dropped: Sequence[int]) -> None:
         """Renumber the classes after some were dropped."""
-        if len(self):
+        if len(self.rows):
             kept = other_rows(max([int(self.rows.frozen.max()), *dropped]) + 1, dropped)
             self.rows.frozen = torch.searchsorted(kept, self.rows.frozen)
 

@@ -185,7 +185,7 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)
         tokens, _ = engine.plain_tokens(method, samples)
-        hashes = hash_images(images) if len(network.hashes) else torch.zeros(len(rows), 0)
+        hashes = hash_images(images) if len(network.hashes.rows) else torch.zeros(len(rows), 0)
         for state in states:
             own = tokens if isinstance(state, UnknownDetector) else features
             own = hashes if isinstance(state, LearnedHashes) else own

@@ -195,8 +195,8 @@ class Estimator:
             return f"nothing learned yet; {self.method_name} on {self.backbone}"
         names = errors.join_names(network.classes, MAX_CLASSES_SHOWN)
         return (
-            f"{len(network.classes)} classes in {len(network.tasks)} tasks, {self.method_name} on "
-            f"{network.backbone_name}: {names}"
+            f"{len(network.classes)} classes in {len(network.tasks)} lessons, {self.method_name} "
+            f"on {network.backbone_name}: {names}"
         )
 
 

@@ -19,7 +19,7 @@ from coda_prompt.learner import calibration
 from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
 from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.network import Network
-from coda_prompt.learner.results import ClassAccuracy
+from coda_prompt.learner.results import ClassAccuracy, Learned
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
 from coda_prompt.methods.options import make_config
 from coda_prompt.seeding import keyed_generator
@@ -95,7 +95,7 @@ def open_checkpoints(
     identity: dict[str, Any] = as_json(
         {
             "tasks": [task.model_dump(exclude=NOT_IDENTIFYING) for task in network.tasks],
-            "images": images.fingerprint,
+            "images": images.split.fingerprint(),
             "names": images.names,
             "validation": validation,
             "training": dataclasses.asdict(training),
@@ -109,6 +109,82 @@ def open_checkpoints(
     if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
         raise errors.UnfinishedLesson(folder)
     return checkpointer
+
+
+def teach(
+    network: Network,
+    images: Labelled,
+    task: Task,
+    engine: Engine,
+    checkpointer: Checkpointer | None,
+    checked: Labelled | None,
+    find_duplicates: bool | None,
+) -> tuple[TaskRecord, Learned]:
+    """Train the method, and let the detector of unknown images and the hashes learn the images.
+
+    Args:
+        network: What learns; its list of lessons is not changed.
+        images: The images of the lesson.
+        task: The same, numbered and split.
+        engine: Trains the method.
+        checkpointer: Saves the training; a training that it has saved before is resumed.
+        checked: Images of known classes, which are evaluated before and after.
+        find_duplicates: Compare the images with those of earlier lessons; None: if these did.
+
+    Returns:
+        The record of the lesson for the model, and its outcome for the caller.
+    """
+    known, detector, hashes = network.classes, network.detector, network.hashes
+    before, after, tokens, repeated = {}, {}, list[Tensor](), list[str]()
+    if checked is not None:
+        before = known_accuracies(network, checked, known, engine)
+    try:
+        engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
+    except Exception as error:
+        if checkpointer is not None and not can_resume(error):
+            checkpointer.remove()
+        raise
+    record = make_record(network, images, task, engine)
+    if before and checked is not None:
+        after = known_accuracies(network, checked, known, engine)
+        record = record.model_copy(update={"watched": watched_accuracy(before, after)})
+    names = [*known, *record.new]
+    labels, positions = torch.from_numpy(task.train.labels), task.train.indices
+    class_tokens = tokens[0][:, : network.method.vit_config.width]
+    hints = lesson_hints(
+        class_tokens, labels, names, detector, lambda at: images.name(positions[at])
+    )
+    if len(hashes.rows) if find_duplicates is None else find_duplicates:
+        hashes, repeated = hashes.learned(images, names)
+    if detector is not None:
+        detector = detector.learned(tokens[0], labels, len(names))
+    # Assigned at the end: if anything above fails, the network is as before.
+    network.detector, network.hashes = detector, hashes
+    return record, Learned(
+        new=tuple(record.new),
+        continued=tuple(record.continued),
+        images=record.images,
+        held_out=record.held_out,
+        accuracy=record.accuracy,
+        accuracy_own=record.accuracy_own,
+        calibration_error=record.calibration_error,
+        left_out=tuple(str(problem) for problem in images.bad),
+        forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
+        hints=(*hints, *repeated),
+        held_out_images=tuple(task.test.indices.tolist()),
+    )
+
+
+def can_resume(error: Exception) -> bool:
+    """Return whether the same lesson may succeed when it is repeated.
+
+    It may if it was interrupted, or lacked a file, memory or a process; not if the training or a
+    method of the user's own is wrong.
+    """
+    if isinstance(error, errors.NonFiniteLoss | errors.BadMethod):
+        return False
+    temporary = (errors.CodaError, OSError, MemoryError, torch.cuda.OutOfMemoryError)
+    return isinstance(error, temporary)
 
 
 def make_record(network: Network, images: Labelled, task: Task, engine: Engine) -> TaskRecord:
@@ -144,37 +220,15 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
-        files=images.fingerprint if isinstance(images.split, FileSplit) else None,
+        files=images.split.fingerprint() if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )
 
 
-def teach_detector(
-    network: Network, images: Labelled, task: Task, tokens: Tensor, names: list[str]
-) -> tuple[str, ...]:
-    """Let the detector of unknown images learn the lesson, and return what looks wrong with it.
-
-    Args:
-        network: What has learned the lesson.
-        images: The images of the lesson.
-        task: The same, numbered and split.
-        tokens: `ViT.plain_tokens` of each training image.
-        names: All class names.
-    """
-    labels, positions = torch.from_numpy(task.train.labels), task.train.indices
-    detector = network.detector
-    if detector is not None:
-        network.detector = detector.learned(tokens, labels, len(names))
-    tokens = tokens[:, : network.method.vit_config.width]
-    return lesson_hints(tokens, labels, names, detector, lambda at: images.name(positions[at]))
-
-
 def watched_accuracy(
     before: dict[str, ClassAccuracy], after: dict[str, ClassAccuracy]
-) -> WatchedAccuracy | None:
-    """Average the accuracies of older classes; None if none were checked."""
-    if not before:
-        return None
+) -> WatchedAccuracy:
+    """Average the accuracies of older classes."""
     means = [sum(each.accuracy for each in part.values()) / len(part) for part in (before, after)]
     return WatchedAccuracy(classes=len(before), before=means[0], after=means[1])
 

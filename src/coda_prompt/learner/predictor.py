@@ -169,13 +169,13 @@ class Predictor:
             B x classes, and `ViT.plain_tokens`, B x 2 D.
         """
         method = self.method
-        opened: Images = images
+        started: Images = images
         if method.first_block is not None:
-            opened = method.backbone.open(images, method.first_block)
-        tokens = method.backbone.plain_tokens(opened)
+            started = method.backbone.start(images, method.first_block)
+        tokens = method.backbone.plain_tokens(started)
         class_tokens = tokens[:, : method.vit_config.width]
         queries = method.backbone.norm(class_tokens) if method.plain_queries else None
-        return method.logits(opened, queries), tokens
+        return method.logits(started, queries), tokens
 
     def probabilities(self, images: Sequence[Tensor]) -> Tensor:
         """Return the probabilities of preprocessed images, B x classes in float64 on the CPU."""

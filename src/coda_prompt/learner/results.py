@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from coda_prompt.learner.confusion import Confusion, ConfusionMatrix
 from coda_prompt.learner.separation import Separation
-
-if TYPE_CHECKING:
-    from coda_prompt.learner.store import TaskRecord
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Learned:
     """Accuracy on the held-out images among the classes of this lesson."""
     calibration_error: float | None
     """Expected calibration error of the probabilities on the held-out images."""
-    seconds: float
+    seconds: float = 0.0
     """Duration of the lesson."""
     warnings: tuple[str, ...] = ()
     """Possible problems with the images."""
@@ -44,20 +40,6 @@ class Learned:
     """Positions of the held-out images among those of the lesson."""
     chosen: str | None = None
     """Which backbone `auto` chose for the first lesson, and why."""
-
-    @classmethod
-    def of(cls, record: TaskRecord, **details: Any) -> Learned:
-        """Return the outcome that a record describes, with details it does not have."""
-        return cls(
-            new=tuple(record.new),
-            continued=tuple(record.continued),
-            images=record.images,
-            held_out=record.held_out,
-            accuracy=record.accuracy,
-            accuracy_own=record.accuracy_own,
-            calibration_error=record.calibration_error,
-            **details,
-        )
 
 
 @dataclass(frozen=True)

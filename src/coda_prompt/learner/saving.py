@@ -25,7 +25,7 @@ class SavedEstimator(Estimator):
     _saved: store.Model | None = None
     """The model as read or written; None if it has changed since."""
     _checkpointer: Checkpointer | None = None
-    """Checkpoints of the newest task, removed when the model is saved."""
+    """Checkpoints of the newest lesson, removed when the model is saved."""
     _home: tuple[Path, str | None] | None = None
     """The folder last read or written, and the hash of the model in it."""
 

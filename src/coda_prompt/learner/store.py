@@ -348,26 +348,29 @@ def end_lesson(folder: Path) -> None:
 def exclusive_writer(folder: Path) -> Iterator[None]:
     """Lock a model folder for writing; an interrupted save is completed first.
 
-    The folder is created if needed, and removed again if no model was written.
+    The folder is created if needed. If no model was written, nothing of this is left behind.
 
     Raises:
         FolderBusy: Another process is writing.
         CorruptFile, MissingData: The folder has other files than a model's.
     """
-    created = not folder.exists()
+    created = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
+    locked = False
     try:
         with exclusive_lock(folder, FolderBusy):
+            locked = True
             _recover(folder)
             yield
     finally:
-        if created and not (folder / MODEL).exists():
+        if locked and not (folder / MODEL).exists():
             if not (folder / PROGRESS).exists():  # else `coda info` says how to resume
                 end_lesson(folder)
             (folder / LOCK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                for each in created:
+                    each.rmdir()
 
 
 def model_sha256(folder: Path) -> str | None:

@@ -16,7 +16,8 @@ from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import METHOD_MODULE, BadMethod, UnknownName
 from coda_prompt.methods.aper import APER
-from coda_prompt.methods.base import Loss, Method, PromptMethod, TaskBrief
+from coda_prompt.methods.base import Loss, Method, PromptConfig, PromptMethod, TaskBrief
+from coda_prompt.methods.checking import check_returned_shapes
 from coda_prompt.methods.closedform import NearestClassMean, RanPAC
 from coda_prompt.methods.coda import CodaPrompt
 from coda_prompt.methods.coda_ranpac import CodaRanPAC
@@ -117,6 +118,20 @@ def make(name: str, backbone: ViT, **options: Any) -> Method:
     return method
 
 
+def one_stage_options(entry: Entry) -> dict[str, Any]:
+    """Return the options with which a prompt method needs no second pass for its queries.
+
+    Queries are the class tokens that enter the first prompted block, so that prompts start one
+    block later than by default. Empty for methods without prompts.
+    """
+    if not issubclass(entry.type.Config, PromptConfig):
+        return {}
+    defaults = asdict(make_config(entry.type.Config, entry.name, entry.options))
+    blocks = {name: value for name, value in defaults.items() if name.endswith("blocks")}
+    later = {name: tuple(block + 1 for block in value) for name, value in blocks.items()}
+    return {**later, "query": "early"}
+
+
 def describe(name: str) -> dict[str, Any]:
     """Summary and options of a method as JSON values, read from its class and config."""
     entry = find(name)
@@ -159,6 +174,7 @@ def _from_file(spec: str) -> Entry:
         raise BadMethod(spec, f"'{class_name}' does not inherit from {base}")
     if problem := contract_problem(method):
         raise BadMethod(spec, problem)
+    check_returned_shapes(method, module_name, path)
     return Entry(class_name, method, {}, hashlib.sha256(content).hexdigest())
 
 

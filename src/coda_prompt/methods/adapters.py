@@ -178,9 +178,9 @@ class AdapterMethod(Method):
 
     def all_adapted(self, images: Images) -> Tensor:
         """The features under every set, B x sets x D; the patch embedding is computed once."""
-        opening = self.backbone.open(images)
+        started = self.backbone.start(images)
         newest = len(self.adapters) - 1
-        sets = [self.adapted(opening, index) for index in (*range(newest), -1)]
+        sets = [self.adapted(started, index) for index in (*range(newest), -1)]
         return torch.stack(sets, dim=1)
 
     def loss(self, batch: TrainingBatch) -> Loss:

@@ -50,7 +50,7 @@ class APER(AdapterMethod):
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         """cos([f_plain; f_adapted], w_c), scaled to unit length together."""
-        images = self.backbone.open(images)
+        images = self.backbone.start(images)
         plain = self.queries(images) if queries is None else queries
         scores = cosines(torch.cat([plain, self.adapted(images)], dim=1), self.sums.frozen)
         return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)

@@ -382,7 +382,7 @@ class PromptMethod(TrainedMethod):
     @torch.no_grad()
     def queries(self, images: Images) -> Tensor:
         if self.config.query == "early":
-            return self.backbone.early_features(self.backbone.open(images, self.first_block))
+            return self.backbone.early_features(self.backbone.start(images, self.first_block))
         return self.backbone.features(images)
 
     @property
@@ -403,7 +403,7 @@ class PromptMethod(TrainedMethod):
 
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         if queries is None:
-            images = self.backbone.open(images, self.first_block)
+            images = self.backbone.start(images, self.first_block)
             queries = self.queries(images)
         return self.backbone.features(images, self.prefixes(queries))
 

@@ -80,31 +80,19 @@ class CodaConfig(PromptConfig):
     """Ablation: without, no penalty and components start uniform in [0, 1)."""
 
 
-KeyProducts = tuple[Tensor, Tensor | None]
-"""A * K/|K| and A^2, each blocks x M x D; without attention vectors K/|K| and None."""
-
-
-def key_products(keys: Tensor, attention: Tensor | None = None) -> KeyProducts:
-    """Combine keys and attention vectors as `component_weights` needs them."""
-    with full_precision(keys.device):
-        unit = F.normalize(keys, dim=-1, eps=EPSILON)
-        return (unit, None) if attention is None else (attention * unit, attention.square())
-
-
-def component_weights(queries: Tensor, products: KeyProducts) -> Tensor:
+def component_weights(queries: Tensor, keys: Tensor, attention: Tensor | None = None) -> Tensor:
     """alpha = cos(q * A, K) (eq. 5), blocks x B x M, for queries B x D.
 
     q * A needs no B x M x D tensor: cos(q * A_m, K_m) = q.(A_m * K_m/|K_m|) / sqrt(q^2 . A_m^2).
     Without attention vectors alpha = cos(q, K) (eq. 4).
     """
-    keys, squares = products
     with full_precision(queries.device):  # a cosine in half precision is noise
-        queries = queries.to(keys.dtype)
-        if squares is None:
+        queries, keys = queries.to(keys.dtype), F.normalize(keys, dim=-1, eps=EPSILON)
+        if attention is None:
             return F.normalize(queries, dim=-1, eps=EPSILON) @ keys.mT
         # Clamped before the root, which has no gradient at 0.
-        lengths = (queries.square() @ squares.mT).clamp_min(EPSILON**2).sqrt()
-        return queries @ keys.mT / lengths
+        lengths = (queries.square() @ attention.square().mT).clamp_min(EPSILON**2).sqrt()
+        return queries @ (attention * keys).mT / lengths
 
 
 class CodaPrompt(PromptMethod):
@@ -126,8 +114,8 @@ class CodaPrompt(PromptMethod):
             blocks: Positions among the prompted blocks; default: all of them.
         """
         sums = [  # blocks x B x LD
-            component_weights(queries, products) @ components.flatten(2)
-            for products, components in self.components_of(blocks)
+            component_weights(queries, *vectors) @ components.flatten(2)
+            for components, *vectors in self.rows_of(blocks)
         ]
         if not sums:
             return {}
@@ -135,25 +123,16 @@ class CodaPrompt(PromptMethod):
         keys, values = prompts.chunk(2, dim=2)  # each blocks x B x L/2 x D
         return dict(zip(self.blocks[blocks], zip(keys, values, strict=True), strict=True))
 
-    def components_of(self, blocks: slice = slice(None)) -> list[tuple[KeyProducts, Tensor]]:
-        """The key products of some blocks and their components: of frozen rows, of open rows."""
-        parts = []
-        if self.components.frozen.shape[1]:
-            banks = (self.keys, self.attention) if self.config.attention else (self.keys,)
-            keys, squares = self._frozen_products(*(bank.frozen for bank in banks))
-            products = (keys[blocks], None if squares is None else squares[blocks])
-            parts.append((products, self.components.frozen[blocks]))
-        if self.components.trainable is not None and self.keys.trainable is not None:
-            attention = self.attention.trainable
-            products = key_products(
-                self.keys.trainable[blocks], None if attention is None else attention[blocks]
-            )
-            parts.append((products, self.components.trainable[blocks]))
-        return parts
+    def rows_of(self, blocks: slice = slice(None)) -> list[list[Tensor]]:
+        """P, K and, if used, A of some blocks: of the frozen components, of the open ones."""
+        banks = self.prompt_banks.values()
+        frozen = [bank.frozen[blocks] for bank in banks if bank.frozen.shape[1]]
+        opened = [bank.trainable[blocks] for bank in banks if bank.trainable is not None]
+        return [rows for rows in (frozen, opened) if rows]
 
     def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
         """alpha of all components."""
-        weights = [component_weights(queries, products) for products, _ in self.components_of()]
+        weights = [component_weights(queries, *vectors) for _, *vectors in self.rows_of()]
         return dict(zip(self.blocks, torch.cat(weights, dim=-1), strict=True)) if weights else {}
 
     def penalty(self) -> Tensor:
@@ -182,7 +161,6 @@ class CodaPrompt(PromptMethod):
         if config.attention:
             self.prompt_banks["attention"] = self.attention
         self.component_sizes = Bank(dtype=torch.int64)
-        self._frozen_products = FrozenCache(key_products)
         self._frozen_errors = {
             name: FrozenCache(orthogonal.gram_error) for name in self.prompt_banks
         }

@@ -70,7 +70,7 @@ class CodaDeepRanPAC(DeepFeatures, CodaRanPAC):
 
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         if queries is None:
-            images = self.backbone.open(images, self.first_block)
+            images = self.backbone.start(images, self.first_block)
             queries = self.queries(images)
         prefixes = self.prefixes(queries)
         return self.backbone.pooled_features(images, self.config.last_blocks, prefixes)

@@ -23,7 +23,7 @@ def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any
     known = [field.name for field in fields(config_type)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            raise UnknownName(f"option of {owner}", name, known)
+            raise UnknownName("option", name, known, owner)
     try:
         return config_type(**options)
     except ValidationError as error:

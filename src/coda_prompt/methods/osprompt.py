@@ -94,8 +94,8 @@ class OSPrompt(CodaPrompt):
         shares = [
             torch.cat(
                 [
-                    component_weights(token, products)[0]
-                    for products, _ in self.components_of(slice(position, position + 1))
+                    component_weights(token, *vectors)[0]
+                    for _, *vectors in self.rows_of(slice(position, position + 1))
                 ],
                 dim=1,
             ).softmax(dim=1)

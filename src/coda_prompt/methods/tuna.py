@@ -102,11 +102,11 @@ class TUNA(AdapterMethod):
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         """log of (softmax(s z_i*) + softmax(s z_u)) / 2, i* having the smallest entropy."""
-        opening = self.backbone.open(images)
-        features = self.all_adapted(opening)  # B x sets x D
+        started = self.backbone.start(images)
+        features = self.all_adapted(started)  # B x sets x D
         if self.config.universal == "merged":
             edits = self.adapters.edits(self.adapters.merged())
-            universal = self.backbone.features(opening, edits)
+            universal = self.backbone.features(started, edits)
         else:
             universal = features[:, -1]
         features = torch.cat([features, universal[:, None]], dim=1)

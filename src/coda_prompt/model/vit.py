@@ -59,7 +59,7 @@ Edits = Mapping[int, BlockEdits | Prefix]
 NO_EDITS = BlockEdits()
 
 
-class Opening(NamedTuple):
+class StartedPass(NamedTuple):
     """A batch at the first edited block: the plain and the prompted pass agree up to there."""
 
     tokens: Tensor
@@ -69,7 +69,7 @@ class Opening(NamedTuple):
     block: int
 
 
-Images = Tensor | Opening
+Images = Tensor | StartedPass
 """B x C x H x W, or the same batch at a later block."""
 
 
@@ -285,11 +285,11 @@ class ViT(nn.Module):
         """The class token of each image, B x D, with edits in the given blocks.
 
         Args:
-            images: Pixels, or what `open` returns.
+            images: Pixels, or what `start` returns.
             edits: What methods change in blocks.
             norm: Apply the final norm.
         """
-        if isinstance(images, Opening):
+        if isinstance(images, StartedPass):
             blocks = range(images.block, len(self.blocks))
             tokens = self.run(images.tokens, blocks, edits, projected=images.projected)
         else:
@@ -304,7 +304,7 @@ class ViT(nn.Module):
         The second half is the standard deviation over the patch tokens that enter the last block.
         """
         first, projected, last = 0, None, len(self.blocks) - 1
-        if isinstance(images, Opening):
+        if isinstance(images, StartedPass):
             tokens, projected, first = images
         else:
             tokens = self.embed(images)
@@ -318,14 +318,14 @@ class ViT(nn.Module):
         """The final-norm class token and mean patch token after each of the last blocks.
 
         Args:
-            images: Images, or an opening of a block before them.
+            images: Images, or a pass started up to a block before them.
             last: The number of blocks.
             edits: What methods change in blocks.
 
         Returns:
             B x (2 * last * D).
         """
-        if isinstance(images, Opening):
+        if isinstance(images, StartedPass):
             first, tokens, projected = images.block, images.tokens, images.projected
         else:
             first, tokens, projected = 0, self.embed(images), None
@@ -387,21 +387,21 @@ class ViT(nn.Module):
         return tokens
 
     @torch.no_grad()
-    def open(self, images: Images, block: int = 0) -> Opening:
+    def start(self, images: Images, block: int = 0) -> StartedPass:
         """Run images without edits and gradients up to the projections of a block.
 
-        An opening is returned as it is.
+        A started pass is returned as it is.
         """
-        if isinstance(images, Opening):
+        if isinstance(images, StartedPass):
             return images
         tokens = self.run(self.embed(images), range(block))
         first: Block = self.blocks[block]  # type: ignore[assignment]
         projected = first.project(tokens, class_only=block == len(self.blocks) - 1)
-        return Opening(tokens, projected, block)
+        return StartedPass(tokens, projected, block)
 
-    def early_features(self, opening: Opening) -> Tensor:
-        """The final-norm class token as it enters the opening's block, B x D."""
-        return self.norm(opening.tokens[:, 0])
+    def early_features(self, started: StartedPass) -> Tensor:
+        """The final-norm class token as it enters the block of a started pass, B x D."""
+        return self.norm(started.tokens[:, 0])
 
     @torch.no_grad()
     def merge(self, edits: Edits) -> None:

@@ -32,7 +32,7 @@ class Metrics:
             ("coda_passes", "Forward passes.", lambda: service.passes),
             ("coda_waiting", "Images waiting for a prediction.", lambda: service.batcher.waiting),
             ("coda_classes", "Learned classes.", lambda: len(service.current.classes)),
-            ("coda_tasks", "Learned tasks.", lambda: len(service.current.classifier.tasks_)),
+            ("coda_tasks", "Learned lessons.", lambda: len(service.current.classifier.tasks_)),
             ("coda_learning", "1 while a lesson is running.", lambda: int(service.learning)),
         ):
             Gauge(name, text, registry=registry).set_function(value)

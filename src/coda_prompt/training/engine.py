@@ -69,7 +69,7 @@ class Engine(Trainer):
                 raise errors.CorruptFile(
                     checkpointer.folder, f"it counts {done} tasks of {len(tasks)}"
                 )
-            self._place(method)
+            self._move_to_device(method)
             checkpointer.restore_learned(method)
         for task in tasks[done:]:
             meter = self._meter(stream, len(stream.tasks) if joint else 1)
@@ -148,7 +148,7 @@ class Engine(Trainer):
             raise errors.EmptyTask(task.index)
         if method.in_task:
             raise errors.UnfinishedTask(method.name)
-        self._place(method)
+        self._move_to_device(method)
         index, classes = len(method.task_sizes), tuple(sorted(task.classes))
         labels = torch.from_numpy(np.asarray(task.train.labels, dtype=np.int64))
         if invalid := sorted(set(labels.tolist()) - set(classes)):
@@ -246,7 +246,7 @@ class Engine(Trainer):
                 raise errors.Interrupted
             batch = self.fabric.to_device(batch)
             with self.fabric.autocast():
-                images, queries = self.queries.see(run.method, batch, run.train)
+                images, queries = self.queries.images_and_queries(run.method, batch, run.train)
                 yield TrainingBatch(images, batch.labels, queries, None, "statistics")
 
 

@@ -97,13 +97,13 @@ class Passes:
         unknown = [row for row in rows if row >= method.classes_seen]
         if unknown:
             raise NotLearned(unknown, [], method.name)
-        self._place(method)
+        self._move_to_device(method)
         method.eval()
         correct = torch.zeros(2, len(samples), dtype=torch.int64, device=self.fabric.device)
         task_rows = torch.tensor(rows, device=self.fabric.device)
         for batch in self._pass_over(samples):
             with torch.inference_mode(), self.fabric.autocast():
-                logits = method.logits(*self.queries.see(method, batch, samples))
+                logits = method.logits(*self.queries.images_and_queries(method, batch, samples))
                 restricted = task_rows[logits[:, task_rows].argmax(dim=1)]
                 correct[0, batch.positions] = (logits.argmax(dim=1) == batch.labels).long()
                 correct[1, batch.positions] = (restricted == batch.labels).long()
@@ -112,7 +112,7 @@ class Passes:
 
     def logits(self, method: Method, samples: Samples) -> Tensor:
         """Compute the logits of all samples in order, N x classes seen in float64 on the CPU."""
-        self._place(method)
+        self._move_to_device(method)
         method.eval()
         return self._table(samples, lambda images, _: method.logits(images)).double().cpu()
 
@@ -173,7 +173,7 @@ class Passes:
             with self.fabric.autocast():
                 seen: tuple[Images, Tensor | None] = (batch.images, None)
                 if method is not None:
-                    seen = self.queries.see(method, batch, samples)
+                    seen = self.queries.images_and_queries(method, batch, samples)
                 parts.append(compute(*seen))
             positions += batch.positions
             done += len(batch.positions) * self.fabric.world_size
@@ -212,7 +212,7 @@ class Passes:
             return condition
         return any_rank(self.fabric, lambda: condition)()
 
-    def _place(self, method: Method) -> None:
+    def _move_to_device(self, method: Method) -> None:
         """Move the method to the device, after checking that the preprocessing fits it."""
         config, preprocessing = method.vit_config, self.views.preprocessing
         size, channels = preprocessing.size, preprocessing.channels

@@ -40,7 +40,9 @@ class Queries:
     tables: dict[Samples, dict[tuple[ViT, int], QueryTable]] = field(default_factory=dict)
     """Cached queries of samples, by backbone and view; remove those no longer needed."""
 
-    def see(self, method: Method, batch: Batch, samples: Samples) -> tuple[Images, Tensor | None]:
+    def images_and_queries(
+        self, method: Method, batch: Batch, samples: Samples
+    ) -> tuple[Images, Tensor | None]:
         """Return the images for the method and their queries, B x D (None if it needs none)."""
         if not method.needs_queries:
             return batch.images, None
@@ -54,7 +56,7 @@ class Queries:
                 return batch.images, table.rows(batch.positions, method)
         images: Images = batch.images
         if method.first_block is not None:
-            images = method.backbone.open(images, method.first_block)
+            images = method.backbone.start(images, method.first_block)
         queries = method.queries(images)
         if view is not None:
             table.write(batch.positions, queries)

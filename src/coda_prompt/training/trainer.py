@@ -324,7 +324,7 @@ class Trainer(Passes):
                 if data.samples is None:
                     inputs = TrainingBatch(None, batch.labels, None, batch.images, stage.name)
                 else:
-                    images, queries = self.queries.see(method, batch, data.samples)
+                    images, queries = self.queries.images_and_queries(method, batch, data.samples)
                     inputs = TrainingBatch(images, batch.labels, queries, None, stage.name)
             with self.fabric.no_backward_sync(module, enabled=number < last):
                 loss = module(inputs)
