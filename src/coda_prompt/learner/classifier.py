@@ -22,6 +22,7 @@ from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
 from coda_prompt.learner.lesson import (
+    find_hints,
     known_accuracies,
     lesson_training,
     make_record,
@@ -192,15 +193,16 @@ class ContinualClassifier(EditableEstimator):
             task = make_task(network, images, validation, checkpointer)
             tokens: list[Tensor] = []
             engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
-            record = make_record(network, images, task, engine)
+            detector = teach_detector(network, task, tokens[0])
+            record = make_record(network, images, task, engine, detector)
             if checked is not None:
                 after = known_accuracies(network, checked, known, engine)
                 record = record.model_copy(update={"watched": watched_accuracy(before, after)})
             names, hashes, repeated = [*known, *record.new], network.hashes, list[str]()
             if len(hashes) if find_duplicates is None else find_duplicates:
                 hashes, repeated = hashes.learned(images, names)
-        hints = (*teach_detector(network, images, task, tokens[0], names), *repeated)
-        network.hashes = hashes
+        hints = (*find_hints(network, images, task, tokens[0], names), *repeated)
+        network.detector, network.hashes = detector, hashes
         if shown:
             feedback.warn(hints)
         self._checkpointer = checkpointer

@@ -320,9 +320,11 @@ def _without(classifier: EditableEstimator, version: Any, names: Collection[str]
     for state in additive_states(classifier):
         state.drop_classes([description.classes.index(name) for name in names])
     tasks = rewritten(description.tasks, dict.fromkeys(names))
+    classifier.network.set_tasks(tasks)
     changes = {
         "format": FORMAT,
         "tasks": tasks,
+        "temperature": classifier.network.temperature,
         "classes": [each for task in tasks for each in task.new],
         "number": version.number,
         "edits": [edit for edit in description.edits if edit not in mentioned],

@@ -21,6 +21,7 @@ from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.results import ClassAccuracy
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
+from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.methods.options import make_config
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
@@ -111,8 +112,22 @@ def open_checkpoints(
     return checkpointer
 
 
-def make_record(network: Network, images: Labelled, task: Task, engine: Engine) -> TaskRecord:
-    """Describe the lesson, with accuracy and temperature measured on its held-out images."""
+def make_record(
+    network: Network,
+    images: Labelled,
+    task: Task,
+    engine: Engine,
+    detector: UnknownDetector | None,
+) -> TaskRecord:
+    """Describe the lesson, with accuracy and temperature measured on its held-out images.
+
+    Args:
+        network: What has learned the lesson.
+        images: The images of the lesson.
+        task: The same, numbered and split.
+        engine: What computes their logits.
+        detector: What `teach_detector` returned.
+    """
     known, temperature, fitted_on = network.classes, network.method.temperature, 0
     over_all, within, error = None, None, None
     new = [name for name in images.names if name not in known]
@@ -129,10 +144,8 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
             counts = predictions.setdefault(names[true], {})
             counts[names[predicted]] = counts.get(names[predicted], 0) + 1
         fits = [(each.temperature, each.fitted_on) for each in network.tasks]
-        merged = calibration.merge_temperatures(
-            [*fits, (temperature, fitted_on)], network.method.temperature
-        )
-        error = calibration.expected_calibration_error(logits, labels, merged)
+        used = network.fitted_temperature([*fits, (temperature, fitted_on)], detector)
+        error = calibration.expected_calibration_error(logits, labels, used)
     return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         new=new,
@@ -149,10 +162,22 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
     )
 
 
-def teach_detector(
+def teach_detector(network: Network, task: Task, tokens: Tensor) -> UnknownDetector | None:
+    """Return a detector of unknown images that has learned the lesson.
+
+    Args:
+        network: What has learned the lesson.
+        task: The images.
+        tokens: `ViT.plain_tokens` of each training image.
+    """
+    labels, detector = torch.from_numpy(task.train.labels), network.detector
+    return detector and detector.learned(tokens, labels, network.method.classes_seen)
+
+
+def find_hints(
     network: Network, images: Labelled, task: Task, tokens: Tensor, names: list[str]
 ) -> tuple[str, ...]:
-    """Let the detector of unknown images learn the lesson, and return what looks wrong with it.
+    """Return what looks wrong with a lesson, before the network's detector has learned it.
 
     Args:
         network: What has learned the lesson.
@@ -162,11 +187,10 @@ def teach_detector(
         names: All class names.
     """
     labels, positions = torch.from_numpy(task.train.labels), task.train.indices
-    detector = network.detector
-    if detector is not None:
-        network.detector = detector.learned(tokens, labels, len(names))
     tokens = tokens[:, : network.method.vit_config.width]
-    return lesson_hints(tokens, labels, names, detector, lambda at: images.name(positions[at]))
+    return lesson_hints(
+        tokens, labels, names, network.detector, lambda at: images.name(positions[at])
+    )
 
 
 def watched_accuracy(
