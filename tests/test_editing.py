@@ -21,6 +21,7 @@ from small import coda, started_coda
 
 from coda_prompt.errors import BadOption, CannotEdit, NothingToUndo, NotLearned
 from coda_prompt.learner import store
+from coda_prompt.learner.editing import edited
 
 TEST = drawings(range(8), count=6, test=True)[0]
 CLOSED_FORMS = ["ranpac", "slda", "ncm"]
@@ -456,6 +457,22 @@ def test_an_edit_that_fails_at_any_step_leaves_a_complete_version(
         if calls <= step:
             return  # all steps have failed once
     raise AssertionError("the edit has more steps than were tried")
+
+
+def test_forgetting_interrupted_after_the_model_leaves_no_version_with_the_class(
+    editable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(editable / "model", tmp_path / "model")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_clean_up", interrupted)
+    with pytest.raises(KeyboardInterrupt), edited(model, forgets=True) as classifier:
+        classifier.forget(NAMES[0])
+    files = [model / store.MODEL, *(model / "versions").iterdir()]
+    assert len(files) > 1
+    assert not any(NAMES[0].encode() in path.read_bytes() for path in files)
 
 
 @pytest.mark.posix

@@ -8,7 +8,7 @@ docs/lab/unknown.md compares them.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
-features sampled from the current class Gaussians and from the Gaussian of all images, and what is
+features sampled from the current class Gaussians, and scaled by the number of classes. What is
 stored of a lesson is a histogram of the standardised scores of its images, computed by
 cross-validation.
 """
