@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.moments import FeatureMoments
 from coda_prompt.methods.shrinkage import shrink_covariance
 from coda_prompt.seeding import keyed_generator
 
@@ -30,9 +29,14 @@ SAMPLES = 512
 
 
 def expected_temperature(
-    scores: Callable[[Tensor], Tensor], moments: FeatureMoments, width: int, default: float
+    scores: Callable[[Tensor], Tensor],
+    means: Tensor,
+    counts: Tensor,
+    covariance: Tensor,
+    freedom: int,
+    default: float,
 ) -> float:
-    """Return the temperature that fits new images of the classes in running statistics.
+    """Return the temperature that fits new images of classes with these statistics.
 
     New images are sampled. Two things make them harder to classify than samples of the Gaussians
     that the statistics describe:
@@ -45,17 +49,17 @@ def expected_temperature(
 
     Args:
         scores: Computes the scores of features, B x classes.
-        moments: Statistics of the features.
-        width: Number of features; the statistics may have more.
+        means: Of the features of each class, classes x D.
+        counts: Images of each class; a class may have none.
+        covariance: Within classes, D x D.
+        freedom: Its degrees of freedom.
         default: The temperature with fewer than two classes.
     """
-    counts = moments.counts.frozen
-    rows = (counts > 0).nonzero()[:, 0]
+    rows, width = (counts > 0).nonzero()[:, 0], len(covariance)
     if len(rows) < 2:
         return default
-    covariance, freedom = moments.covariance()
-    factor = torch.linalg.cholesky(shrink_covariance(covariance[:width, :width], freedom))
-    means = moments.means()[rows, :width]
+    factor = torch.linalg.cholesky(shrink_covariance(covariance, freedom))
+    means = means[rows]
     center = means.mean(dim=0)
     white = torch.linalg.solve_triangular(factor, (means - center).T, upper=False).T
     left, values, right = torch.linalg.svd(white, full_matrices=False)

@@ -151,10 +151,12 @@ class Network:
             weight = next(norm.parameters())
             return method.scores(norm(features.to(weight))).cpu()
 
-        width = method.vit_config.width
+        width, moments = method.vit_config.width, detector.moments
+        covariance, freedom = moments.covariance()
+        means, covariance = moments.means()[:, :width], covariance[:width, :width]
         with torch.inference_mode():
             return calibration.expected_temperature(
-                scores, detector.moments, width, method.temperature
+                scores, means, moments.counts.frozen, covariance, freedom, method.temperature
             )
 
     def preprocessing(self) -> dict[str, Any]:

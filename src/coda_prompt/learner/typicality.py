@@ -46,12 +46,12 @@ FAR = 6.0
 are no drawings, and says little about others."""
 PRIOR_IMAGES = 2400
 """The prior counts as so many images in means and covariances."""
-PRIOR_CLASSES = 20
+PRIOR_CLASSES = 15
 """The prior counts as so many classes in `DEPTH_EXPONENT`."""
-DEPTH_EXPONENT = 0.3
+DEPTH_EXPONENT = 0.25
 """The more classes are known, the closer is an unusual image of a known class to one of them: low
 scores shrink with this power of the number of classes, for drawings and photographs alike."""
-DEPTH_CLASSES = 300
+DEPTH_CLASSES = 400
 """Scores of a model of so many classes are not scaled."""
 BINS = 256
 SAMPLES = 512
