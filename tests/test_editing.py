@@ -21,6 +21,7 @@ from small import coda, started_coda
 
 from coda_prompt.errors import BadOption, CannotEdit, NothingToUndo, NotLearned
 from coda_prompt.learner import store
+from coda_prompt.learner.editing import edited
 
 TEST = drawings(range(8), count=6, test=True)[0]
 CLOSED_FORMS = ["ranpac", "slda", "ncm"]
@@ -37,6 +38,14 @@ def taught_whole(method: str, *lessons: list[int], **options: Any) -> ContinualC
     classifier = untaught(method, **options)
     for rows in lessons:
         classifier.learn(*drawings(rows, 12), validation=0)
+    return classifier
+
+
+def taught_by_default(method: str, *lessons: list[int], **options: Any) -> ContinualClassifier:
+    """Teach lessons with a share of the images held out, as `coda learn` does."""
+    classifier = untaught(method, **options)
+    for rows in lessons:
+        classifier.learn(*drawings(rows, 12))
     return classifier
 
 
@@ -83,6 +92,16 @@ def test_joined_models_equal_one_taught_both_in_turn(method: str, tmp_path: Path
     assert joined.classes_[-1] == NAMES[6]
 
 
+@pytest.mark.parametrize("method", CLOSED_FORMS)
+def test_joined_models_equal_one_taught_both_in_turn_with_images_held_out(method: str) -> None:
+    """The temperature of probabilities follows from the joined sums."""
+    parts = [taught_by_default(method, [0, 1, 2]), taught_by_default(method, [2, 3, 4], [5])]
+    whole = taught_by_default(method, [0, 1, 2], [2, 3, 4], [5])
+    joined = ContinualClassifier.merge(parts)
+    assert_agree(joined, whole)
+    assert joined.temperature == pytest.approx(whole.temperature, rel=1e-5)
+
+
 def test_a_selected_ridge_is_chosen_from_the_joined_errors() -> None:
     options = {"ridge": None}
     parts = [taught_whole("ranpac", rows, **options) for rows in ([0, 1, 2], [3, 4, 5])]
@@ -94,8 +113,8 @@ def test_a_selected_ridge_is_chosen_from_the_joined_errors() -> None:
 @pytest.mark.slow
 def test_ten_models_of_ten_classes_join() -> None:
     lessons = [list(range(first, first + 10)) for first in range(0, 100, 10)]
-    joined = ContinualClassifier.merge([taught_whole("ranpac", rows) for rows in lessons])
-    assert_agree(joined, taught_whole("ranpac", *lessons))
+    joined = ContinualClassifier.merge([taught_by_default("ranpac", rows) for rows in lessons])
+    assert_agree(joined, taught_by_default("ranpac", *lessons))
 
 
 def test_models_that_cannot_be_joined_are_refused_with_the_reason() -> None:
@@ -168,17 +187,24 @@ def test_a_forgotten_class_is_in_no_version(tmp_path: Path) -> None:
     assert model.classes_ == [NAMES[0]]
 
 
-def test_a_forgotten_class_leaves_no_trace_with_images_held_out() -> None:
+@pytest.mark.parametrize("method", CLOSED_FORMS)
+def test_a_forgotten_class_leaves_no_trace_with_images_held_out(method: str) -> None:
     """Images are held out by class: leaving a class out changes nothing for the others."""
-    options = {"width": 256}
-    forgetting = ContinualClassifier("pocket", "ranpac", options=options, removable=True)
-    expected = ContinualClassifier("pocket", "ranpac", options=options, removable=True)
-    forgetting.learn(*drawings(range(4), 12))
-    expected.learn(*drawings([0, 2, 3], 12))
-    forgetting.forget(NAMES[1])
-    assert forgetting.classes_ == expected.classes_
-    test = drawings([0, 2, 3], 20, test=True)[0]
-    assert forgetting.predict(test).tolist() == expected.predict(test).tolist()
+    classifier = taught_by_default(method, [0, 1, 2, 3], [4, 2], removable=True)
+    classifier.forget(NAMES[2])
+    assert_agree(classifier, taught_by_default(method, [0, 1, 3], [4], removable=True))
+    classifier.learn(*drawings([5], 12))
+    assert_agree(classifier, taught_by_default(method, [0, 1, 3], [4], [5], removable=True))
+
+
+def test_a_version_before_a_forgotten_class_has_its_own_temperature(tmp_path: Path) -> None:
+    classifier = taught_by_default("ranpac", [0, 1, 2], [3], removable=True)
+    classifier.forget(NAMES[2])
+    classifier.save(tmp_path)
+    loaded = ContinualClassifier.load(tmp_path)
+    assert_agree(loaded, taught_by_default("ranpac", [0, 1], [3], removable=True))
+    loaded.undo()
+    assert_agree(loaded, taught_by_default("ranpac", [0, 1], removable=True))
 
 
 def test_forgetting_drops_undone_versions_and_is_recorded_in_earlier_ones() -> None:
@@ -452,6 +478,22 @@ def test_an_edit_that_fails_at_any_step_leaves_a_complete_version(
         if calls <= step:
             return  # all steps have failed once
     raise AssertionError("the edit has more steps than were tried")
+
+
+def test_forgetting_interrupted_after_the_model_leaves_no_version_with_the_class(
+    editable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(editable / "model", tmp_path / "model")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_clean_up", interrupted)
+    with pytest.raises(KeyboardInterrupt), edited(model, forgets=True) as classifier:
+        classifier.forget(NAMES[0])
+    files = [model / store.MODEL, *(model / "versions").iterdir()]
+    assert len(files) > 1
+    assert not any(NAMES[0].encode() in path.read_bytes() for path in files)
 
 
 @pytest.mark.posix

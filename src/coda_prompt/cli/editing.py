@@ -64,7 +64,7 @@ def forget(
     question = f"Remove {name} from {model} and all its versions? This cannot be undone."
     if not yes and not typer.confirm(question, err=True):
         raise typer.Exit(1)
-    with _edited(model, backbone, method, discards_progress=True) as classifier:
+    with _edited(model, backbone, method, forgets=True) as classifier:
         forgotten = classifier.forget(name)
     if as_json:
         console.print_json(dataclasses.asdict(forgotten))
@@ -205,12 +205,12 @@ def merge(
 
 
 def _edited(
-    model: Path, backbone: str | None, method: str | None, *, discards_progress: bool = False
+    model: Path, backbone: str | None, method: str | None, *, forgets: bool = False
 ) -> "AbstractContextManager[ContinualClassifier]":
     """Load a model for an edit and write it afterwards; nobody else writes in between."""
     from coda_prompt.learner.editing import edited
 
-    return edited(model, backbone=backbone, method=method, discards_progress=discards_progress)
+    return edited(model, backbone=backbone, method=method, forgets=forgets)
 
 
 def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:

@@ -136,16 +136,18 @@ def _left_out(problem: BadImage) -> None:
 
 
 def _print_lines(rows: Iterable[Row], as_json: bool, as_csv: bool) -> None:
-    """Print one line per image; in CSV, `label` is empty if the class is unknown."""
+    """Print one line per image; in CSV, `label` is empty if the class is unknown, and `typicality`
+    without `--unknown auto`."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     if as_csv:
-        writer.writerow(["path", "label", "unknown", "best", "probability"])
+        writer.writerow(["path", "label", "unknown", "best", "probability", "typicality"])
     for path, each in rows:
         if as_json:
             console.print_json({"path": path, **each.as_dict()}, line=True)
         elif as_csv:
-            unknown = str(each.unknown).lower()
-            writer.writerow([path, each.label or "", unknown, each.best, f"{each.probability:.6f}"])
+            unknown, probability = str(each.unknown).lower(), f"{each.probability:.6f}"
+            typicality = "" if each.typicality is None else f"{each.typicality:.6f}"
+            writer.writerow([path, each.label or "", unknown, each.best, probability, typicality])
         else:
             console.print_result("  ".join(_cells(path, each)))
         sys.stdout.flush()

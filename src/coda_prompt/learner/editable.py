@@ -79,8 +79,7 @@ class EditableEstimator(SavedEstimator):
     def merge(cls, classifiers: Sequence[Self]) -> Self:
         """Join what classifiers have learned on the same backbone; classes of one name are united.
 
-        The result equals one classifier that was taught the lessons of all, in this order, except
-        for the temperature of its probabilities, which is the mean of those of the lessons.
+        The result equals one classifier that was taught the lessons of all, in this order.
 
         Raises:
             CannotEdit: Method, options or backbone differ, the method is not in closed form, or

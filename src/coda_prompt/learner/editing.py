@@ -21,7 +21,7 @@ import torch
 from coda_prompt import errors
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.stream import Samples
-from coda_prompt.learner import held_out, store
+from coda_prompt.learner import held_out, store, versions
 from coda_prompt.learner.duplicates import LearnedHashes, hash_images
 from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
 from coda_prompt.learner.unknown import UnknownDetector
@@ -53,17 +53,16 @@ class Forgotten:
 
 
 @contextlib.contextmanager
-def edited(
-    folder: Path, *, discards_progress: bool = False, **parts: Any
-) -> Iterator[ContinualClassifier]:
+def edited(folder: Path, *, forgets: bool = False, **parts: Any) -> Iterator[ContinualClassifier]:
     """Load the model of a folder for an edit, and write it at the end of the block.
 
     The folder is locked, so no other process writes in between.
 
     Args:
         folder: A model folder.
-        discards_progress: Whether checkpoints of an unfinished lesson are deleted, because they
-            contain what the model had learned before the edit.
+        forgets: Whether checkpoints of an unfinished lesson and versions that the edit drops are
+            deleted before the model is written, because they contain what is forgotten: a kill
+            must not leave them beside a model without it.
         **parts: As in `ContinualClassifier.load`.
 
     Raises:
@@ -75,8 +74,9 @@ def edited(
     with store.exclusive_writer(folder):
         classifier = ContinualClassifier.load(folder, verbose=False, **parts)
         yield classifier
-        if discards_progress:
+        if forgets:
             shutil.rmtree(folder / store.PROGRESS, ignore_errors=True)
+            versions.remove_others(folder, classifier._history)
         classifier.write(folder)
 
 
@@ -320,9 +320,11 @@ def _without(classifier: EditableEstimator, version: Any, names: Collection[str]
     for state in additive_states(classifier):
         state.drop_classes([description.classes.index(name) for name in names])
     tasks = rewritten(description.tasks, dict.fromkeys(names))
+    classifier.network.set_tasks(tasks)
     changes = {
         "format": FORMAT,
         "tasks": tasks,
+        "temperature": classifier.network.temperature,
         "classes": [each for task in tasks for each in task.new],
         "number": version.number,
         "edits": [edit for edit in description.edits if edit not in mentioned],

@@ -21,6 +21,7 @@ from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.results import ClassAccuracy, Learned
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
+from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.methods.options import make_config
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
@@ -144,22 +145,21 @@ def teach(
         if checkpointer is not None and not can_resume(error):
             checkpointer.remove()
         raise
-    record = make_record(network, images, task, engine)
+    labels, positions = torch.from_numpy(task.train.labels), task.train.indices
+    taught = detector and detector.learned(tokens[0], labels, network.method.classes_seen)
+    record = make_record(network, images, task, engine, taught)
     if before and checked is not None:
         after = known_accuracies(network, checked, known, engine)
         record = record.model_copy(update={"watched": watched_accuracy(before, after)})
     names = [*known, *record.new]
-    labels, positions = torch.from_numpy(task.train.labels), task.train.indices
     class_tokens = tokens[0][:, : network.method.vit_config.width]
     hints = lesson_hints(
         class_tokens, labels, names, detector, lambda at: images.name(positions[at])
     )
     if len(hashes.rows) if find_duplicates is None else find_duplicates:
         hashes, repeated = hashes.learned(images, names)
-    if detector is not None:
-        detector = detector.learned(tokens[0], labels, len(names))
     # Assigned at the end: if anything above fails, the network is as before.
-    network.detector, network.hashes = detector, hashes
+    network.detector, network.hashes = taught, hashes
     return record, Learned(
         new=tuple(record.new),
         continued=tuple(record.continued),
@@ -187,8 +187,22 @@ def can_resume(error: Exception) -> bool:
     return isinstance(error, temporary)
 
 
-def make_record(network: Network, images: Labelled, task: Task, engine: Engine) -> TaskRecord:
-    """Describe the lesson, with accuracy and temperature measured on its held-out images."""
+def make_record(
+    network: Network,
+    images: Labelled,
+    task: Task,
+    engine: Engine,
+    detector: UnknownDetector | None,
+) -> TaskRecord:
+    """Describe the lesson, with accuracy and temperature measured on its held-out images.
+
+    Args:
+        network: What has learned the lesson.
+        images: The images of the lesson.
+        task: The same, numbered and split.
+        engine: Computes the logits of held-out images.
+        detector: Has learned the lesson too; its statistics determine the temperature.
+    """
     known, temperature, fitted_on = network.classes, network.method.temperature, 0
     over_all, within, error = None, None, None
     new = [name for name in images.names if name not in known]
@@ -205,10 +219,8 @@ def make_record(network: Network, images: Labelled, task: Task, engine: Engine) 
             counts = predictions.setdefault(names[true], {})
             counts[names[predicted]] = counts.get(names[predicted], 0) + 1
         fits = [(each.temperature, each.fitted_on) for each in network.tasks]
-        merged = calibration.merge_temperatures(
-            [*fits, (temperature, fitted_on)], network.method.temperature
-        )
-        error = calibration.expected_calibration_error(logits, labels, merged)
+        used = network.fitted_temperature([*fits, (temperature, fitted_on)], detector)
+        error = calibration.expected_calibration_error(logits, labels, used)
     return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         new=new,

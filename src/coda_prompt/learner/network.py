@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning_fabric import Fabric
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -20,6 +21,7 @@ from coda_prompt.learner.store import Description, EditRecord, TaskRecord
 from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import PREFIX, UnknownDetector
 from coda_prompt.methods.additive import is_removable, removable_options
+from coda_prompt.methods.closedform import ClosedForm
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.preprocessing import Preprocessing
@@ -105,14 +107,21 @@ class Network:
         """Hash of the backbone's weights."""
         return self.backbone.fingerprint
 
-    def set_tasks(self, tasks: list[TaskRecord]) -> None:
-        """Set the lessons learned so far, and all that follows from them."""
+    def set_tasks(self, tasks: list[TaskRecord], temperature: float | None = None) -> None:
+        """Set the lessons learned so far, and all that follows from them.
+
+        Args:
+            tasks: The lessons.
+            temperature: That of the probabilities; computed if it is not known.
+        """
         self.tasks = tasks
         self.classes = [name for task in tasks for name in task.new]
         """Class names, in the order in which they were learned."""
-        fits = [(task.temperature, task.fitted_on) for task in tasks]
-        self.temperature = calibration.merge_temperatures(fits, self.method.temperature)
-        """Divides the logits before they become probabilities; fitted on held-out images."""
+        if temperature is None:
+            fits = [(task.temperature, task.fitted_on) for task in tasks]
+            temperature = self.fitted_temperature(fits, self.detector)
+        self.temperature = temperature
+        """Divides the logits before they become probabilities."""
         self.predictor = Predictor(
             self.method,
             self.views.preprocessing,
@@ -122,6 +131,33 @@ class Network:
             self.fabric,
             self.detector,
         )
+
+    def fitted_temperature(
+        self, fits: Sequence[tuple[float, int]], detector: UnknownDetector | None
+    ) -> float:
+        """Compute the temperature of the probabilities from running statistics.
+
+        Methods that do not classify plain features have the mean of their lessons' temperatures.
+
+        Args:
+            fits: The temperature fitted in each lesson and the number of images it was fitted on.
+            detector: Has the statistics.
+        """
+        method, norm = self.method, self.backbone.vit.norm
+        if detector is None or not isinstance(method, ClosedForm) or not method.plain_queries:
+            return calibration.merge_temperatures(fits, method.temperature)
+
+        def scores(features: Tensor) -> Tensor:
+            weight = next(norm.parameters())
+            return method.scores(norm(features.to(weight))).cpu()
+
+        width, moments = method.vit_config.width, detector.moments
+        covariance, freedom = moments.covariance()
+        means, covariance = moments.means()[:, :width], covariance[:width, :width]
+        with torch.inference_mode():
+            return calibration.expected_temperature(
+                scores, means, moments.counts.frozen, covariance, freedom, method.temperature
+            )
 
     def preprocessing(self) -> dict[str, Any]:
         """Return what a model records of the preprocessing."""
@@ -143,7 +179,7 @@ class Network:
         other.method = copy.deepcopy(self.method, memo)
         other.detector, other.hashes = copy.deepcopy((self.detector, self.hashes))
         other.number, other.edits = 0, []
-        other.set_tasks(list(self.tasks))
+        other.set_tasks(list(self.tasks), self.temperature)
         return other
 
     def to_model(self, parent: int | None = None) -> store.Model:
@@ -221,7 +257,7 @@ class Network:
         self.detector, self.hashes = detector if statistics else None, hashes
         self.number, self.edits = model.number, list(model.description.edits)
         self.held_out_by_lesson = model.description.format < 3
-        self.set_tasks(list(model.description.tasks))
+        self.set_tasks(list(model.description.tasks), model.description.temperature)
 
 
 def _as_recorded(views: Views, pixels: dict[str, Any]) -> Views:

@@ -47,6 +47,13 @@ FAR = 6.0
 are no drawings, and says little about others."""
 PRIOR_IMAGES = 2400
 """The prior counts as so many images in means and covariances."""
+PRIOR_CLASSES = 15
+"""The prior counts as so many classes in `DEPTH_EXPONENT`."""
+DEPTH_EXPONENT = 0.25
+"""The more classes are known, the closer is an unusual image of a known class to one of them: low
+scores shrink with this power of the number of classes, for drawings and photographs alike."""
+DEPTH_CLASSES = 400
+"""Scores of a model of so many classes are not scaled."""
 BINS = 256
 SAMPLES = 512
 """Features sampled from the class Gaussians to standardise scores."""
@@ -129,10 +136,8 @@ class Gaussians(nn.Module):
         self.register_buffer("class_means", (self.means - mean) @ whitening)
         self.register_buffer("prior_means", (prior_means - mean) @ whitening)
         background = torch.zeros_like(covariance)
-        self.total_factor = torch.linalg.cholesky(total)
-        """Cholesky factor of the covariance of all images."""
         if prior is not None or len(self.means) > 1:  # else its images are all images
-            background = _inverse_transposed(self.total_factor)
+            background = _inverse_transposed(torch.linalg.cholesky(total))
         self.register_buffer("background", background)
 
     def sample_classes(self) -> Tensor:
@@ -141,12 +146,6 @@ class Gaussians(nn.Module):
         generator = keyed_generator(0, "samples of known classes")
         noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
         return self.means[rows] + noise @ self.factor.T
-
-    def sample_background(self) -> Tensor:
-        """Sample features from all images."""
-        generator = keyed_generator(0, "samples of all images")
-        noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
-        return self.mean + noise @ self.total_factor.T
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute measures, B each; all but the last are larger for typical images.
@@ -209,11 +208,9 @@ class UnknownScorer(nn.Module):
             center, spread = sampled.mean(dim=0), sampled.std(dim=0).clamp(min=1e-12)
         self.register_buffer("center", center if like is None else like.center)
         self.register_buffer("spread", spread if like is None else like.spread)
-        self.register_buffer("depth", torch.ones((), dtype=self.center.dtype))
-        if like is not None:
-            self.depth = like.depth
-        elif prior is not None:  # without one this makes rates worse: docs/lab/unknown.md
-            self.depth = -self.standardised(self.plain.sample_background()).mean()
+        classes = len(self.plain.means) + (0 if prior is None else PRIOR_CLASSES)
+        depth = torch.tensor((DEPTH_CLASSES / classes) ** DEPTH_EXPONENT, dtype=self.center.dtype)
+        self.register_buffer("depth", depth if like is None else like.depth)
 
     def measures(self, features: Tensor) -> Tensor:
         """Compute the measures of `WEIGHTS`, or of `PRIOR_WEIGHTS` with a prior, B x measures."""
@@ -228,7 +225,8 @@ class UnknownScorer(nn.Module):
     def standardised(self, features: Tensor) -> Tensor:
         """Compute the scores, B: a weighted mean of the standardised measures.
 
-        0 is the mean of samples of known classes; with a prior, -1 is that of all images.
+        0 is the mean of samples of known classes. The scale depends on the number of classes, so
+        that a score means the same in an earlier and in a later lesson.
         """
         measures = (self.measures(features) - self.center) / self.spread
         if self.random is None:

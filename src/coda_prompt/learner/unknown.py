@@ -8,7 +8,7 @@ docs/lab/unknown.md compares them.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
-features sampled from the current class Gaussians and from the Gaussian of all images, and what is
+features sampled from the current class Gaussians, and scaled by the number of classes. What is
 stored of a lesson is a histogram of the standardised scores of its images, computed by
 cross-validation.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,8 @@ EVERYTHING_KNOWN = UnknownRule()
 class UnknownDetector(nn.Module):
     """Running statistics that tell images of learned classes from others.
 
-    All of it adds up: over lessons, and over models that learned on the same backbone. A lesson is
-    added when the statistics are next read, so that learning does not wait for it.
+    All of it adds up: over lessons, and over models that learned on the same backbone. The scores
+    of a lesson are added when they are next read, so that learning does not wait for them.
 
     Args:
         width: Number of features.
@@ -103,8 +103,8 @@ class UnknownDetector(nn.Module):
         self.hidden = FeatureMoments(HIDDEN, removable=removable) if prior is None else None
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
-        self.pending: list[tuple[Tensor, Tensor, int]] = []
-        """Features, labels and the number of classes of lessons that are not added yet."""
+        self.pending: list[Lesson] = []
+        """Lessons whose scores are not added yet."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> UnknownDetector:
         return self  # statistics stay on the CPU in float64, as those of FeatureMoments
@@ -119,7 +119,12 @@ class UnknownDetector(nn.Module):
         """
         detector = copy.deepcopy(self)
         features = features[:, : self.width].detach().cpu().double()
-        detector.pending.append((features, labels, classes))
+        detector._open(classes)
+        detector.moments.add(features, labels)
+        if detector.hidden is not None:
+            detector.hidden.add(random_features(features), labels)
+        statistics = copy.deepcopy((detector.moments, detector.hidden))
+        detector.pending.append(Lesson(features, labels, *statistics))
         return detector
 
     @property
@@ -199,6 +204,9 @@ class UnknownDetector(nn.Module):
     def grow(self, classes: int) -> None:
         """Add classes without images up to `classes`."""
         self._add_pending()
+        self._open(classes)
+
+    def _open(self, classes: int) -> None:
         for part in self._parts():
             part.grow(classes)
         self.scores.append(torch.zeros(classes - len(self.scores), BINS))
@@ -206,28 +214,24 @@ class UnknownDetector(nn.Module):
     def _parts(self) -> list[FeatureMoments]:
         return [self.moments] if self.hidden is None else [self.moments, self.hidden]
 
-    # -- adding a lesson
+    # -- adding the scores of a lesson
 
     def _add_pending(self) -> None:
         lessons, self.pending = self.pending, []
         for lesson in lessons:
-            self._add(*lesson)
+            self._add_scores(lesson)
 
-    def _add(self, features: Tensor, labels: Tensor, classes: int) -> None:
-        """Add the images of a lesson, and the scores each has without the images of its fold."""
+    def _add_scores(self, lesson: Lesson) -> None:
+        """Add the scores that each image of a lesson has without the images of its fold."""
+        features, labels, moments, hidden = lesson
         folds, prior = _folds(labels), self.prior
-        hidden = None if self.hidden is None else random_features(features)
-        self.grow(classes)
-        self.moments.add(features, labels)
-        if self.hidden is not None and hidden is not None:
-            self.hidden.add(hidden, labels)
         scores = self.scores.frozen
-        scorer = UnknownScorer(self.moments, self.hidden, scores.sum(dim=0), prior)
+        scorer = UnknownScorer(moments, hidden, scores.sum(dim=0), prior)
         for fold in folds.unique().tolist():
             inside, hidden_rest = folds == fold, None
-            rest = _without(self.moments, features[inside], labels[inside])
-            if self.hidden is not None and hidden is not None:
-                hidden_rest = _without(self.hidden, hidden[inside], labels[inside])
+            rest = _without(moments, features[inside], labels[inside])
+            if hidden is not None:
+                hidden_rest = _without(hidden, random_features(features[inside]), labels[inside])
             # an image whose class has no other image says nothing about known images
             inside &= rest.counts.frozen[labels] > 0
             if inside.any():
@@ -235,6 +239,16 @@ class UnknownDetector(nn.Module):
                 bins = histogram_bins(scorer.standardised(features[inside]))
                 scores = scores.index_add(0, labels[inside], F.one_hot(bins, BINS))
         self.scores.frozen = scores
+
+
+class Lesson(NamedTuple):
+    """A lesson whose scores are not added yet."""
+
+    features: Tensor
+    labels: Tensor
+    moments: FeatureMoments
+    """Statistics after the lesson."""
+    hidden: FeatureMoments | None
 
 
 def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> FeatureMoments:

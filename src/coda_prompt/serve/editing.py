@@ -85,9 +85,7 @@ async def forget(body: ForgetRequest, service: CurrentService) -> dict[str, Any]
     """Remove a class from the model and all its versions; this cannot be undone."""
     if not body.confirm:
         raise RequestError(422, "Set `confirm` to true: a forgotten class cannot be restored.")
-    forgotten = await service.edit(
-        lambda classifier: classifier.forget(body.name), discards_progress=True
-    )
+    forgotten = await service.edit(lambda classifier: classifier.forget(body.name), forgets=True)
     return {**dataclasses.asdict(forgotten), **classes_of(service)}
 
 

@@ -216,13 +216,13 @@ class Service:
         await self._change(restore)
 
     async def edit(
-        self, change: Callable[[ContinualClassifier], Result], *, discards_progress: bool = False
+        self, change: Callable[[ContinualClassifier], Result], *, forgets: bool = False
     ) -> Result:
         """Change the model on disk, which may be newer than the current version, and read it."""
 
         def edit() -> Result:
             parts = {"device": self.device, **self.parts}
-            with edited(self.folder, discards_progress=discards_progress, **parts) as classifier:
+            with edited(self.folder, forgets=forgets, **parts) as classifier:
                 return change(classifier)
 
         return await self._change(edit)
