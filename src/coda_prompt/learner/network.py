@@ -151,7 +151,7 @@ class Network:
             weight = next(norm.parameters())
             return method.scores(norm(features.to(weight))).cpu()
 
-        width, moments = method.vit_config.width, detector.moments
+        width, moments = method.vit_config.width, detector.class_moments()
         covariance, freedom = moments.covariance()
         means, covariance = moments.means()[:, :width], covariance[:width, :width]
         with torch.inference_mode():

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,8 @@ EVERYTHING_KNOWN = UnknownRule()
 class UnknownDetector(nn.Module):
     """Running statistics that tell images of learned classes from others.
 
-    All of it adds up: over lessons, and over models that learned on the same backbone. The scores
-    of a lesson are added when they are next read, so that learning does not wait for them.
+    All of it adds up: over lessons, and over models that learned on the same backbone. A lesson is
+    added when the statistics are next read, so that learning does not wait for it.
 
     Args:
         width: Number of features.
@@ -103,8 +103,8 @@ class UnknownDetector(nn.Module):
         self.hidden = FeatureMoments(HIDDEN, removable=removable) if prior is None else None
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
-        self.pending: list[Lesson] = []
-        """Lessons whose scores are not added yet."""
+        self.pending: list[tuple[Tensor, Tensor, int]] = []
+        """Features, labels and the number of classes of lessons that are not added yet."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> UnknownDetector:
         return self  # statistics stay on the CPU in float64, as those of FeatureMoments
@@ -119,18 +119,18 @@ class UnknownDetector(nn.Module):
         """
         detector = copy.deepcopy(self)
         features = features[:, : self.width].detach().cpu().double()
-        detector._open(classes)
-        detector.moments.add(features, labels)
-        if detector.hidden is not None:
-            detector.hidden.add(random_features(features), labels)
-        statistics = copy.deepcopy((detector.moments, detector.hidden))
-        detector.pending.append(Lesson(features, labels, *statistics))
+        detector.pending.append((features, labels, classes))
         return detector
 
     @property
     def images(self) -> int:
         """Number of images the threshold is fitted on."""
         return int(self.histogram().sum())
+
+    def class_moments(self) -> FeatureMoments:
+        """Return the counts, sums and second moments of all classes."""
+        self._add_pending()
+        return self.moments
 
     def scorer(self) -> UnknownScorer:
         """Return what computes the scores of images from the current statistics."""
@@ -204,9 +204,6 @@ class UnknownDetector(nn.Module):
     def grow(self, classes: int) -> None:
         """Add classes without images up to `classes`."""
         self._add_pending()
-        self._open(classes)
-
-    def _open(self, classes: int) -> None:
         for part in self._parts():
             part.grow(classes)
         self.scores.append(torch.zeros(classes - len(self.scores), BINS))
@@ -214,24 +211,28 @@ class UnknownDetector(nn.Module):
     def _parts(self) -> list[FeatureMoments]:
         return [self.moments] if self.hidden is None else [self.moments, self.hidden]
 
-    # -- adding the scores of a lesson
+    # -- adding a lesson
 
     def _add_pending(self) -> None:
         lessons, self.pending = self.pending, []
         for lesson in lessons:
-            self._add_scores(lesson)
+            self._add(*lesson)
 
-    def _add_scores(self, lesson: Lesson) -> None:
-        """Add the scores that each image of a lesson has without the images of its fold."""
-        features, labels, moments, hidden = lesson
-        folds, prior = _folds(labels), self.prior
-        scores = self.scores.frozen
+    def _add(self, features: Tensor, labels: Tensor, classes: int) -> None:
+        """Add the images of a lesson, and the scores each has without the images of its fold."""
+        self.grow(classes)
+        moments, hidden, prior = self.moments, self.hidden, self.prior
+        moments.add(features, labels)
+        randoms = features[:, :0] if hidden is None else random_features(features)
+        if hidden is not None:
+            hidden.add(randoms, labels)
+        folds, scores = _folds(labels), self.scores.frozen
         scorer = UnknownScorer(moments, hidden, scores.sum(dim=0), prior)
         for fold in folds.unique().tolist():
             inside, hidden_rest = folds == fold, None
             rest = _without(moments, features[inside], labels[inside])
             if hidden is not None:
-                hidden_rest = _without(hidden, random_features(features[inside]), labels[inside])
+                hidden_rest = _without(hidden, randoms[inside], labels[inside])
             # an image whose class has no other image says nothing about known images
             inside &= rest.counts.frozen[labels] > 0
             if inside.any():
@@ -239,16 +240,6 @@ class UnknownDetector(nn.Module):
                 bins = histogram_bins(scorer.standardised(features[inside]))
                 scores = scores.index_add(0, labels[inside], F.one_hot(bins, BINS))
         self.scores.frozen = scores
-
-
-class Lesson(NamedTuple):
-    """A lesson whose scores are not added yet."""
-
-    features: Tensor
-    labels: Tensor
-    moments: FeatureMoments
-    """Statistics after the lesson."""
-    hidden: FeatureMoments | None
 
 
 def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> FeatureMoments:
