@@ -381,7 +381,7 @@ def test_sweeps_have_fewer_points_on_pocket() -> None:
     [
         (("componets", None, [], ""), UnknownName, "Did you mean 'components'"),
         (("options.length", None, [], ""), BadOption, "give the values of"),
-        (("components", None, ["ft"], ""), UnknownName, "method in sweep components"),
+        (("components", None, ["ft"], ""), UnknownName, "no method 'ft' in sweep components"),
         (("components", None, [], "1,2"), BadOption, "several fields"),
         (("options.length", "pocket", ["coda-p"], "[4"), BadOption, "is not a value"),
     ],

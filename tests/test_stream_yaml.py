@@ -52,7 +52,7 @@ def test_a_wrong_field_of_a_file_is_named(tiny: Path, tmp_path: Path) -> None:
     path = written(tiny, tmp_path / "mine.yaml", {"tasks": 2, "chunks": 4})
     found = coda("bench", str(path))
     assert found.returncode == 2
-    assert "Did you mean 'chunk'?" in found.stderr
+    assert "Did you mean 'stream.chunk'?" in found.stderr
     path = written(tiny, tmp_path / "mine.yaml", {"chunk": 4})
     found = coda("bench", str(path))
     assert found.returncode == 2

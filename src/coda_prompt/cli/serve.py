@@ -80,14 +80,17 @@ def serve(
         }
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{listener.getsockname()[1]}/"
-        if as_json:
-            print_json({"url": url}, line=True)
-        else:
-            print_message(f"{url}  (press Ctrl-C to stop)")
+
+        def announce() -> None:
+            if as_json:
+                print_json({"url": url}, line=True)
+            else:
+                print_message(f"{url}  (press Ctrl-C to stop)")
+
         # uvicorn raises the signal again after shutdown; exit normally to delete the demo copy.
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, lambda *_: sys.exit(0))
-        Server(services, policy).run(sockets=[listener])
+        Server(services, policy, announce).run(sockets=[listener])
 
 
 @contextlib.contextmanager
@@ -123,7 +126,7 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen()  # clients may connect as soon as the URL is printed
+            listener.listen()
         except (OSError, OverflowError) as error:
             problem = f"cannot listen on {host}:{port} ({error})"
             raise BadOption("coda serve", "port", problem) from error

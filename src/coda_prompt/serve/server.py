@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import uvicorn
 
@@ -17,10 +17,18 @@ SHUTDOWN_SECONDS = 30
 
 
 class Server(uvicorn.Server):
-    """Serves models; ends the open streams of states as soon as a shutdown is requested."""
+    """Serves models; ends the open streams of states as soon as a shutdown is requested.
 
-    def __init__(self, services: Mapping[str, Service], policy: AccessPolicy) -> None:
-        self._services = services
+    Args:
+        services: The models by name.
+        policy: Who may access them.
+        on_ready: Called when requests are answered and signals end the service.
+    """
+
+    def __init__(
+        self, services: Mapping[str, Service], policy: AccessPolicy, on_ready: Callable[[], None]
+    ) -> None:
+        self._services, self._on_ready = services, on_ready
         super().__init__(
             uvicorn.Config(
                 make_app(services, policy),
@@ -29,6 +37,11 @@ class Server(uvicorn.Server):
                 limit_concurrency=MAX_CONNECTIONS,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer requests."""
+        await super().startup(sockets)
+        self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish accepted requests, then stop."""
