@@ -17,7 +17,7 @@ from coda_prompt import errors, methods
 from coda_prompt.data.inputs import Channels, image_items
 from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice, feedback, store
-from coda_prompt.learner.answers import Predictions
+from coda_prompt.learner.display import Predictions
 from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate

@@ -1,4 +1,4 @@
-"""`Predictions`: answers for several images that print, plot and convert to dicts."""
+"""`Predictions`: results for several images that print, plot and convert to dicts."""
 
 from __future__ import annotations
 
