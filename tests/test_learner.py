@@ -304,6 +304,7 @@ def test_predicting_before_learning_raises_not_learned() -> None:
         ([Image.new("LAB", (28, 28))], ["a"]),
         ([Image.new("L", (0, 0))], ["a"]),
         ([Image.new("L", (28, 28))], ["a\x1b[2J"]),
+        ([Image.new("L", (28, 28))], ["a\u202eb"]),
     ],
 )
 def test_data_that_cannot_be_learned_are_refused(data: Any, labels: Any) -> None:

@@ -124,18 +124,24 @@ def decode_file_name(name: str) -> str:
 
 CONTROL = frozenset({"Cc", "Cs", "Zl", "Zp"})
 """Unicode categories: control characters, surrogates, line and paragraph separators."""
+DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that change the direction of the text around them."""
 
 
 def is_valid_class_name(text: str) -> bool:
     """Return whether a class can have this name: not empty, Unicode, no control characters."""
-    return bool(text) and not any(unicodedata.category(each) in CONTROL for each in text)
+    return bool(text) and not any(map(_is_control, text))
 
 
 def escape_control_characters(text: str) -> str:
     """Escape control characters, so that a name cannot send commands to the terminal."""
     return "".join(
         each.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if each != "\n" and unicodedata.category(each) in CONTROL
+        if each != "\n" and _is_control(each)
         else each
         for each in text
     )
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) in CONTROL or character in DIRECTIONS
