@@ -68,6 +68,17 @@ class Mine(TrainedMethod):
 """
 
 
+PREFIXES = """
+import torch
+from coda_prompt.methods.base import PromptMethod
+
+class Mine(PromptMethod):
+    def prefixes(self, queries):
+        batch = len(queries)
+        return {{0: (torch.zeros(batch, 3, 128), torch.zeros({values}))}}
+"""
+
+
 def write_drawings(folder: Path) -> None:
     for number, (image, name) in enumerate(zip(*drawings(range(2), 6), strict=True)):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -97,14 +108,26 @@ def write_drawings(folder: Path) -> None:
             TRAINED.replace("features(images)", "features(images)[:, None]").format(
                 more=", queries", returned="Loss.of(per_image)"
             ),
-            "features returns a tensor of shape (10, 1, 128), expected a tensor of shape "
-            "(10, features)",
+            "features returns a tensor of shape (10, 1, 128), expected a tensor of shape (10, 128)",
         ),
         (
             CLOSED_FORM.replace(": self.classes_seen", ":1").format(body="pass"),
             "mine.py:Mine' cannot be used as a method: scores returns a tensor of shape (2, 1), "
             "expected a tensor of shape (2, 2)",
         ),
+        (
+            TRAINED.format(
+                more=", queries", returned="Loss.of(per_image)\n    def end_task(self): pass"
+            ),
+            "end_task must call super().end_task",
+        ),
+        (
+            PREFIXES.format(values="batch, 2, 128"),
+            "prefixes returns for block 0 keys (10, 3, 128) and values (10, 2, 128), expected the "
+            "same shape",
+        ),
+        (PREFIXES.replace("{{0:", "{{99:").format(values="batch, 3, 128"), "for block 99"),
+        ("import sys; sys.exit(3)", "cannot be loaded"),
         ("class Mine: pass", "'Mine' does not inherit from coda_prompt.methods.Method"),
         ("Mine = 3", "there is no class 'Mine' in"),
     ],

@@ -42,7 +42,7 @@ class UnknownName(CodaError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], owner: str = "") -> None:
         names = sorted(known)
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Choose one of: {', '.join(names)}."
         where = f" in {owner}" if owner else ""
         super().__init__(f"There is no {kind} '{name}'{where}. {hint}")

@@ -333,8 +333,11 @@ def bad_field(
     sections: Mapping[str, type[BaseModel]],
     whole: type[BaseModel],
 ) -> BadOption | UnknownName:
-    """Turn pydantic's first error into an exception that names the field."""
-    first = error.errors()[0]
+    """Turn one of pydantic's errors into an exception that names the field.
+
+    Unknown fields come first: a misspelled field is reported as missing as well.
+    """
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         parent = path[: path.rfind(".") + 1]

@@ -59,17 +59,20 @@ def _describe(error: OSError) -> str:
 
 
 def _error_in_method(error: Exception) -> str | None:
-    """Return a message for an error in a method of the user's own; None for any other error."""
-    frames = [
-        frame
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").startswith(METHOD_MODULE)
-    ]
-    if not frames:
+    """Return a message for an error with a method of the user's own; None if there is none.
+
+    It names the last line of the method that ran, else where its return value was refused.
+    """
+    if not any(name.startswith(METHOD_MODULE) for name in sys.modules):
         return None
-    code = frames[-1].f_code
-    where = f"{code.co_filename}, line {frames[-1].f_lineno}, in {code.co_name}"
-    return f"There is an error in your method. {where}: {type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [
+        frame for frame in frames if frame.f_globals.get("__name__", "").startswith(METHOD_MODULE)
+    ]
+    frame = own[-1] if own else frames[-1]
+    where = f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+    what = "in your method" if own else "outside your method, after what it returned or left out"
+    return f"There is an error {what}. {where}: {type(error).__name__}: {error}"
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import BadOption, CorruptFile, join_names
+from coda_prompt.errors import BadOption, CorruptFile, UnknownName, join_names
 
 if TYPE_CHECKING:
     from coda_prompt.learner.classifier import ContinualClassifier
@@ -61,6 +62,13 @@ def forget(
     as_json: options.AsJson = False,
 ) -> None:
     """Remove a class from a model and all its versions. This cannot be undone."""
+    from coda_prompt.learner.store import read_description
+
+    known = read_description(model).classes
+    if name not in known:
+        raise UnknownName("class", name, known, str(model))
+    if not yes and not sys.stdin.isatty():
+        raise BadOption("coda forget", "yes", "confirm with --yes, since no terminal can ask")
     question = f"Remove {name} from {model} and all its versions? This cannot be undone."
     if not yes and not typer.confirm(question, err=True):
         raise typer.Exit(1)

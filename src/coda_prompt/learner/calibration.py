@@ -59,6 +59,10 @@ def expected_temperature(
     if len(rows) < 2:
         return default
     factor = torch.linalg.cholesky(shrink_covariance(covariance, freedom))
+    generator = keyed_generator(0, "samples for the temperature")
+    # Sorted by a projection of their means: the order of learning must not decide on the samples.
+    direction = torch.randn(width, dtype=torch.float64, generator=generator)
+    rows = rows[(means[rows] @ direction).argsort()]
     means = means[rows]
     center = means.mean(dim=0)
     white = torch.linalg.solve_triangular(factor, (means - center).T, upper=False).T
@@ -66,7 +70,6 @@ def expected_temperature(
     # The noise of all means, shared by the directions in which they can differ.
     noise = (1 / counts[rows]).mean() * width * (len(rows) - 1) / min(len(rows) - 1, width)
     expected = (left * (values - noise / values).clamp(min=0)) @ right
-    generator = keyed_generator(0, "samples for the temperature")
     picked = torch.arange(SAMPLES) * len(rows) // SAMPLES
     deviations = torch.randn(SAMPLES, width, dtype=torch.float64, generator=generator)
     scale = torch.empty(SAMPLES, 1, dtype=torch.float64).exponential_(generator=generator).sqrt()

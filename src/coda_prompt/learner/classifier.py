@@ -21,7 +21,13 @@ from coda_prompt.learner.display import Predictions
 from coda_prompt.learner.editable import EditableEstimator
 from coda_prompt.learner.estimator import DEFAULT_METHOD
 from coda_prompt.learner.evaluation import evaluate
-from coda_prompt.learner.lesson import lesson_training, make_task, open_checkpoints, teach
+from coda_prompt.learner.lesson import (
+    can_resume,
+    lesson_training,
+    make_task,
+    open_checkpoints,
+    teach,
+)
 from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
@@ -180,9 +186,14 @@ class ContinualClassifier(EditableEstimator):
         stored = self._home is not None and chosen is None  # with nothing learned yet
         previous = self._model() if network.classes or stored else None
         with bar or contextlib.nullcontext(), restored_on_error(network.method):
-            record, learned = teach(
-                network, images, task, engine, checkpointer, checked, find_duplicates
-            )
+            try:
+                record, learned = teach(
+                    network, images, task, engine, checkpointer, checked, find_duplicates
+                )
+            except Exception as error:
+                if checkpointer is not None and not can_resume(error):
+                    checkpointer.remove()
+                raise
         if shown:
             feedback.warn(learned.hints)
         self._checkpointer = checkpointer
@@ -233,6 +244,8 @@ class ContinualClassifier(EditableEstimator):
             results.to_dicts()
             ```
         """
+        if isinstance(unknown, bool):
+            raise errors.BadOption("predict", "unknown", "give 'auto' or a probability")
         auto, below = (unknown, 0.0) if isinstance(unknown, str) else (None, unknown or 0.0)
         rule = UnknownRule.parse(auto, unknown_rate, below)
         images = image_items(data, channels)

@@ -33,7 +33,7 @@ class LearnerProgress(console.ProgressBar):
         (self._task,) = self.tasks
         self._quiet = quiet
         self.disable = self.disable or quiet
-        self._printed = time.monotonic()
+        self._printed = self._began = time.monotonic()
 
     def on_event(self, event: Event) -> None:
         """Show the progress that an event reports."""
@@ -45,12 +45,14 @@ class LearnerProgress(console.ProgressBar):
             self._show(status, done, event.epochs * event.steps)
 
     def _show(self, status: str, done: int, total: int) -> None:
+        if total != self._task.total or done < self._task.completed:
+            self._began = time.monotonic()  # of another pass
         self.update(self._task.id, description=status, completed=done, total=total)
         silent = self._quiet or not self.disable or done >= total
         if not silent and time.monotonic() - self._printed >= LINE_INTERVAL:
             self._printed = time.monotonic()
-            left = self._task.time_remaining
-            remaining = "" if left is None else f", about {console.duration(left)} left"
+            left = (self._printed - self._began) * (total - done) / max(1, done)
+            remaining = f", about {console.duration(left)} left" if done else ""
             console.print_message(f"{status}: {self._task.percentage:.0f} %{remaining}")
 
 

@@ -77,14 +77,15 @@ def _hints_of_distances(
     scatter = (features - means[own]).T @ (features - means[own])
     freedom = len(features) - len(rows)
     all_rows, all_means, all_counts = rows.tolist(), means, counts
-    if before is not None and len(before.scores):
+    moments = None if before is None else before.class_moments()
+    if moments is not None and len(moments.counts):
         width = features.shape[1]  # the statistics begin with those of the class tokens
-        covariance, old_freedom = before.moments.covariance()
-        covariance, old_means = covariance[:width, :width], before.moments.means()[:, :width]
+        covariance, old_freedom = moments.covariance()
+        covariance, old_means = covariance[:width, :width], moments.means()[:, :width]
         scatter, freedom = scatter + covariance * old_freedom, freedom + old_freedom
-        others = [row for row in range(len(before.scores)) if row not in all_rows]
+        others = [row for row in range(len(moments.counts)) if row not in all_rows]
         all_rows, all_means = all_rows + others, torch.cat([means, old_means[others]])
-        all_counts = torch.cat([counts, before.moments.counts.frozen[others].double()])
+        all_counts = torch.cat([counts, moments.counts.frozen[others].double()])
     if freedom < 1:
         return []
     covariance = scatter / freedom

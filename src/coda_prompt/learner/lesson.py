@@ -139,12 +139,7 @@ def teach(
     before, after, tokens, repeated = {}, {}, list[Tensor](), list[str]()
     if checked is not None:
         before = known_accuracies(network, checked, known, engine)
-    try:
-        engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
-    except Exception as error:
-        if checkpointer is not None and not can_resume(error):
-            checkpointer.remove()
-        raise
+    engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
     labels, positions = torch.from_numpy(task.train.labels), task.train.indices
     taught = detector and detector.learned(tokens[0], labels, network.method.classes_seen)
     record = make_record(network, images, task, engine, taught)

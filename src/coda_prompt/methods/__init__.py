@@ -163,7 +163,7 @@ def _from_file(spec: str) -> Entry:
     sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise BadMethod(spec, f"{path} cannot be loaded ({error})") from error
     method = getattr(module, class_name, None)
@@ -193,6 +193,9 @@ def contract_problem(method: type[Method]) -> str | None:
         for name in dir(method)
         if getattr(inspect.getattr_static(method, name), "__isabstractmethod__", False)
     ]
+    for view in ("prepares_on", "concludes_on"):
+        if getattr(method, view) not in (None, "plain", "augmented"):
+            return f"its {view} is not None, 'plain' or 'augmented'"
     if not method.closed_form and method.loss is Method.loss:
         missing.append(Method.loss)
     if method.fits and method.fit is Method.fit:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coda_prompt.errors import BadMethod
-from coda_prompt.methods.base import Loss, Method
+from coda_prompt.methods.base import Loss, Method, TrainedMethod
 from coda_prompt.methods.stages import TrainingBatch
 
 Problem = str | None
@@ -58,8 +58,9 @@ def _mismatch(value: object, *expected: int | str) -> Problem:
     return None if fits else f"a tensor of shape {tuple(value.shape)}, {wanted}"
 
 
-def _of_features(_: Method, value: object, images: Any) -> Problem:
-    return _mismatch(value, _count(images), "features")
+def _of_features(method: Method, value: object, images: Any) -> Problem:
+    width = method.head.width if isinstance(method, TrainedMethod) else "features"
+    return _mismatch(value, _count(images), width)
 
 
 def _of_logits(method: Method, value: object, images: Any) -> Problem:
@@ -79,13 +80,23 @@ def _of_loss(_: Method, value: object, batch: TrainingBatch) -> Problem:
     return next((f"{name} as {problem}" for name, problem in wrong.items() if problem), None)
 
 
-def _of_prefixes(method: Method, value: object, _: Tensor) -> Problem:
+def _of_prefixes(method: Method, value: object, queries: Tensor) -> Problem:
     if not isinstance(value, dict):
         return f"{type(value).__name__}, expected a dict from blocks to (keys, values)"
+    vit = method.vit_config
     for block, pair in value.items():
+        if block not in range(vit.depth):
+            return f"a prefix for block {block!r}, but blocks are 0 to {vit.depth - 1}"
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            return f"{type(pair).__name__} for block {block}, expected (keys, values)"
         for part in pair:
-            if problem := _mismatch(part, "images", "length", method.vit_config.width):
+            if problem := _mismatch(part, "images", "length", vit.width):
                 return f"for block {block} {problem}"
+        keys, values = pair
+        if keys.shape != values.shape or len(keys) not in (1, len(queries)):
+            shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+            wanted = f"the same shape for both, and 1 or {len(queries)} images"
+            return f"for block {block} {shapes}, expected {wanted}"
     return None
 
 

@@ -166,11 +166,15 @@ class Engine(Trainer):
                     raise errors.Interrupted
                 means = partial(self._class_means, method, task.train, classes)
                 method.begin_task(TaskBrief(index, self.training.seed, classes, labels, means))
+                if not bool(method.in_task):
+                    raise errors.BadMethod(method.name, "begin_task must call super().begin_task")
                 losses = self._train(run, resumed)
                 if observe is not None and not (method.closed_form and method.plain_queries):
                     plain = method.backbone.plain_tokens
                     observe(self._table(task.train, lambda images, _: plain(images)))
                 method.end_task()
+                if bool(method.in_task):
+                    raise errors.BadMethod(method.name, "end_task must call super().end_task")
         finally:
             self.queries.tables.pop(task.train, None)
         return losses

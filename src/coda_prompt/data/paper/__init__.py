@@ -87,7 +87,9 @@ def paper_source(name: str, root: Path | None, lists: Path | None = None) -> Sou
     for path in (root / location for location in dataset.locations):
         if path.exists():
             return dataset.read(path, lists)
-    if root.resolve().name in dataset.locations:
+    if root.resolve().name in dataset.locations or all(
+        (root / part).is_dir() for part in ("train", "test")
+    ):
         return dataset.read(root.resolve(), lists)
-    expected = " or ".join(dataset.locations)
+    expected = " or ".join([*dataset.locations, "class folders in train and test"])
     raise MissingData(root, f"{name} is not in it (no {expected})", remedy)
