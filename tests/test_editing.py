@@ -102,6 +102,14 @@ def test_joined_models_equal_one_taught_both_in_turn_with_images_held_out(method
     assert joined.temperature == pytest.approx(whole.temperature, rel=1e-5)
 
 
+def test_the_order_of_joined_models_changes_no_probability() -> None:
+    parts = [taught_by_default("ranpac", [row, row + 1]) for row in (0, 2, 4)]
+    first, last = (ContinualClassifier.merge(each) for each in (parts, parts[::-1]))
+    order = [last.classes_.index(name) for name in first.classes_]
+    mine, other = first.predict_proba(TEST), last.predict_proba(TEST)[:, order]
+    np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4)
+
+
 def test_a_selected_ridge_is_chosen_from_the_joined_errors() -> None:
     options = {"ridge": None}
     parts = [taught_whole("ranpac", rows, **options) for rows in ([0, 1, 2], [3, 4, 5])]

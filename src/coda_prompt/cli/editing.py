@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,8 +66,6 @@ def forget(
     known = read_description(model).classes
     if name not in known:
         raise UnknownName("class", name, known, str(model))
-    if not yes and not sys.stdin.isatty():
-        raise BadOption("coda forget", "yes", "confirm with --yes, since no terminal can ask")
     question = f"Remove {name} from {model} and all its versions? This cannot be undone."
     if not yes and not typer.confirm(question, err=True):
         raise typer.Exit(1)
