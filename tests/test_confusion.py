@@ -63,7 +63,7 @@ def test_clean_lessons_have_no_hints() -> None:
 def test_duplicates_are_named() -> None:
     features, labels = classes(10, 0, 1)
     features[7] = features[3] * 1.0001
-    assert hints(features, labels) == "the same image twice, or nearly so: 3.png and 7.png"
+    assert hints(features, labels) == "near-duplicates: 3.png and 7.png"
     features[15] = features[3]
     message = hints(features, labels).splitlines()[0]
     assert message.index("3.png and 15.png (of different classes)") < message.index("7.png")

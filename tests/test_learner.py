@@ -217,7 +217,7 @@ def network(known: list[str], backbone: str = "pocket") -> Network:
     ("counts", "known", "words"),
     [
         ({"cat": 4, "dog": 9}, [], "fewer than 5"),
-        ({"cat": 6, "dog": 90}, [], "lean towards 'dog'"),
+        ({"cat": 6, "dog": 90}, [], "be biased towards 'dog'"),
         ({"Cat": 9, "dog": 9}, ["cat"], "'cat' and 'Cat'"),
         ({"alarm clock": 9, "alarm_clocks": 9}, [], "'alarm clock' and 'alarm_clocks'"),
         ({"cat": 9}, [], "the only class"),

@@ -261,7 +261,7 @@ def test_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         folder_source(tmp_path)
     write(tmp_path / "a.png")
     with pytest.raises(
-        MissingData, match=r"there is no class folder in it \(number of images beside: 1\)\. Point"
+        MissingData, match=r"there is no class folder in it \(1 images are directly in it\)\. Point"
     ):
         folder_source(tmp_path)
     for part in ("train", "test"):

@@ -174,7 +174,7 @@ Camera = Annotated[
 ]
 Every = Annotated[
     float,
-    typer.Option(min=0, help="Seconds between two frames, or two looks at a folder."),
+    typer.Option(min=0, help="Seconds between two frames, or two polls of a folder."),
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes to list.")]
 UnknownBelow = Annotated[

@@ -199,7 +199,7 @@ def class_folders(root: Path) -> ClassFolders:
             problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
             raise MissingData(root, f"{problem} or has control characters", "Rename the folder.")
     if not paths:
-        beside = f" (number of images beside: {len(images)})" if images else ""
+        beside = f" ({len(images)} images are directly in it)" if images else ""
         raise MissingData(root, f"there is no class folder in it{beside}", EXPECTED_LAYOUT)
     return ClassFolders(root, paths, len(images), ancestors)
 

@@ -15,18 +15,18 @@ from coda_prompt.errors import MissingData, MissingExtra
 
 POLL_SECONDS = 0.5
 FileState = tuple[int, int]
-"""Size and time of change (ns) of a file."""
+"""Size and modification time (ns) of a file."""
 
 
 def new_files(folder: Path, stop: Callable[[], bool], poll: float = POLL_SECONDS) -> Iterator[str]:
     """Yield the images that are written to a folder from now on, in the order of their names.
 
-    A file is complete once its size and time have not changed between two looks at the folder.
+    A file is complete once its size and time have not changed between two polls of the folder.
 
     Args:
         folder: The folder; folders in it are not watched.
         stop: Polled before each look; once true, this ends.
-        poll: Seconds between two looks.
+        poll: Seconds between two polls.
 
     Raises:
         MissingData: There is no such folder.
@@ -64,7 +64,7 @@ def labelled_files(folder: Path) -> dict[str, FileState]:
 
 
 def _image_files(folder: Path) -> dict[str, FileState]:
-    """Return size and time of change of each image in a folder."""
+    """Return size and modification time of each image in a folder."""
     files = {}
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -297,7 +297,7 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     remarks = list(images.remarks)
     if listed.loose_images:
         remarks.append(
-            f"{listed.loose_images} images beside the class folders are left out: no class"
+            f"{listed.loose_images} images beside the class folders are skipped: they have no class"
         )
     if others:
         endings = Counter(os.path.splitext(other)[1].lower() or "no ending" for other in others)

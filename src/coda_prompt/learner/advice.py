@@ -18,7 +18,7 @@ IMBALANCE = 10
 MAX_COMPARED_NAMES = 300
 """With more class names, only equal ones are reported: comparing all pairs would take too long."""
 MIXED = 0.2
-"""Share of sampled images of the other kind from which on a lesson is mixed."""
+"""Minimum share of sampled images of the other kind in a mixed lesson."""
 OTHER_KIND = {
     "pocket": ("photographs", "small sketches", "photo, or vit-b16-in21k"),
     "photo": ("drawings", "photographs", "pocket"),
@@ -66,7 +66,7 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     if counts[most] > IMBALANCE * counts[least] and not balanced:
         messages.append(
             f"'{most}' has {counts[most]} images and '{least}' {counts[least]}: the model will "
-            f"lean towards '{most}'"
+            f"be biased towards '{most}'"
         )
     messages += [
         f"class names '{first}' and '{second}' may be two spellings of one class"

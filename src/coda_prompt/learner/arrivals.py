@@ -28,7 +28,7 @@ class Pending(FileSchema):
 
 
 class Ledger(FileSchema):
-    """Which files a model has learned: size and time of change by path, relative to the folder.
+    """Which files a model has learned: size and modification time by path, relative to the folder.
 
     The chunk is written before it is learned. A process that is killed resumes the same chunk, or,
     if the model was saved already, counts it as learned.
@@ -85,12 +85,12 @@ class Arrivals:
     ) -> Iterator[Learned]:
         """Learn all images that were not learned yet, and yield the result of each lesson.
 
-        A file is learned once its size and time have not changed between two looks at the folder.
+        A file is learned once its size and time have not changed between two polls of the folder.
 
         Args:
             watch: Wait for more images, until `stop` is true.
             idle: Seconds without a new image after which fewer images than a chunk are learned.
-            poll: Seconds between two looks at the folder.
+            poll: Seconds between two polls of the folder.
 
         Raises:
             Interrupted: `stop` became true within a lesson, which resumes with the next call.
@@ -153,5 +153,5 @@ class Arrivals:
 
 
 def _by_arrival(files: dict[str, FileState]) -> list[tuple[str, FileState]]:
-    """Order files by their time of change, then by name."""
+    """Order files by their modification time, then by name."""
     return sorted(files.items(), key=lambda item: (item[1][1], item[0]))

@@ -59,7 +59,7 @@ class LearnedHashes(nn.Module):
         for at in found[:MAX_SHOWN]:
             repeated.append(f"{images.name(at)} (as '{names[int(self.rows.frozen[nearest[at]])]}')")
         more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-        sentence = f"learned before, exactly or nearly: {'; '.join(repeated)}{more}"
+        sentence = f"near-duplicates of images learned before: {'; '.join(repeated)}{more}"
         after = LearnedHashes()
         rows = [names.index(images.names[label]) for label in images.split.labels]
         after.hashes.append(torch.cat([self.hashes.frozen, hashes]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SAMPLES = 8
 """Images that are decoded and passed through the backbone to measure the time of one."""
 LONG_LESSON = 30.0
-"""Seconds from which on the estimate is worth a message."""
+"""Minimum estimate in seconds for a message."""
 TRAINING_PASSES = 2.5
 """Forward passes that a training step costs, with its query and backward pass: measured for
 CODA-P on `pocket`, where both passes share their first blocks."""

@@ -21,7 +21,7 @@ SIMILAR = 6.0
 """Squared Mahalanobis distance of class means, less what sampling adds. Halves of one class have 0
 to 6, the closest classes of the pocket dataset 8 or more; 6 is an error of 11 % between the two."""
 MISLABELLED = 10.0
-"""Log-likelihood ratio of another class against the own one: 60 to 75 % of the pocket drawings
+"""Log-likelihood ratio of another class against its own class: 60 to 75 % of the pocket drawings
 above it are mislabelled if 5 % of all are (docs/lab/unknown.md)."""
 MAX_SHOWN = 5
 
@@ -55,7 +55,7 @@ def lesson_hints(
             for first, second in found[:MAX_SHOWN]
         ]
         more = f" and {len(found) - MAX_SHOWN} more pairs" if len(found) > MAX_SHOWN else ""
-        hints.append(f"the same image twice, or nearly so: {'; '.join(shown)}{more}")
+        hints.append(f"near-duplicates: {'; '.join(shown)}{more}")
     if len(features) >= MIN_IMAGES:
         hints += _hints_of_distances(features, labels, names, before, image_name)
     return tuple(hints)

@@ -231,9 +231,7 @@ class Network:
         for tensor in model.tensors.values():
             negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
             if negative_count or not tensor.isfinite().all():
-                raise errors.CorruptFile(
-                    path, "it has numbers that cannot be: negative counts, NaN or inf"
-                )
+                raise errors.CorruptFile(path, "it has invalid values: negative counts, NaN or inf")
         statistics = {name for name in model.tensors if name.startswith(PREFIX)}
         seen = {name for name in model.tensors if name.startswith(duplicates.PREFIX)}
         tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics - seen}

@@ -46,9 +46,9 @@ FAR = 6.0
 """With a prior, the distance counts from here on, in standard deviations: it recognises images that
 are no drawings, and says little about others."""
 PRIOR_IMAGES = 2400
-"""The prior counts as so many images in means and covariances."""
+"""Number of images that the prior counts as in means and covariances."""
 PRIOR_CLASSES = 15
-"""The prior counts as so many classes in `DEPTH_EXPONENT`."""
+"""Number of classes that the prior counts as in `DEPTH_EXPONENT`."""
 DEPTH_EXPONENT = 0.25
 """The more classes are known, the closer is an unusual image of a known class to one of them: low
 scores shrink with this power of the number of classes, for drawings and photographs alike."""
@@ -275,7 +275,7 @@ class UnknownScorer(nn.Module):
 
 
 def images_needed(rate: float) -> int:
-    """Return the number of images from which on a rate of rejections can be fitted."""
+    """Return the minimum number of images to fit a rate of rejections."""
     return int(np.ceil(1 / rate)) - 1
 
 

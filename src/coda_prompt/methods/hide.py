@@ -105,7 +105,7 @@ class HiDePrompt(AlignedPrompts):
         return stages
 
     def prefixes(self, queries: Tensor) -> Prefixes:
-        """The prompt of the task that has the likeliest class."""
+        """The prompt of the task that has the most likely class."""
         if not len(self.prompts):
             return {}
         task = self.homes.rows[self.tasks.aligned(self.tasks(queries)).argmax(1)]

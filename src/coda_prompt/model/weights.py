@@ -102,7 +102,7 @@ def convert_checkpoint(source: Path, target: Path) -> None:
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise MissingData(source, "there is no such file", "Name a checkpoint.") from error
+        raise MissingData(source, "file not found", "Check the path of the checkpoint.") from error
     except Exception as error:  # damaged files raise anything
         problem = f"cannot be read as weights ({str(error).splitlines()[0]})"
         raise CorruptFile(source, problem) from error

@@ -33,7 +33,7 @@ from coda_prompt.serve.uploads import Example, RequestError, decode_image
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
 FOLLOW_SECONDS = 1.0
-"""Time between two looks at the model folder for versions of other processes."""
+"""Time between two polls of the model folder for versions of other processes."""
 
 Result = TypeVar("Result")
 HEARTBEAT = 10.0
