@@ -90,7 +90,7 @@ def test_learning_names_a_copied_drawing_and_the_confusions() -> None:
     images[1] = images[0]
     images[2] = images[0]  # at most one of the three is held out
     learned = classifier.learn(images, names, validation=0.2)
-    assert any("the same image twice" in hint for hint in learned.hints)
+    assert any("near-duplicates: " in hint for hint in learned.hints)
     evaluation = classifier.evaluate(*drawings(range(5), 5, test=True))
     counts = torch.tensor(evaluation.confusion.counts)
     assert counts.sum() == evaluation.images

@@ -37,7 +37,7 @@ def classes_of_hashes(classifier: ContinualClassifier) -> dict[str, int]:
 
 def repeated(classifier: ContinualClassifier, images: Any, labels: Any) -> list[str]:
     hints = classifier.learn(images, labels).hints
-    return [hint for hint in hints if hint.startswith("learned before")]
+    return [hint for hint in hints if hint.startswith("near-duplicates of images learned before")]
 
 
 def bits(image: Image.Image) -> np.ndarray[Any, Any]:
