@@ -66,7 +66,7 @@ def test_commands_of_the_documentation(session: tuple[Path, dict[str, str]]) -> 
     held_out = re.compile(r"on \d+ held-out images: .*")
     assert held_out.findall(third) == held_out.findall(again), "undone and learned again"
     assert "30 classes in 3 lessons" in printed_by(session, "coda info")[0]
-    assert "back to 20 classes in 2 lessons" in printed_by(session, "coda undo")[0]
+    assert "now 20 classes in 2 lessons" in printed_by(session, "coda undo")[0]
     assert "anvil" in printed_by(session, "coda predict")[0]
     assert "Accuracy by lesson" in printed_by(session, "coda evaluate")[0]
 
@@ -187,3 +187,4 @@ def test_every_command_has_an_example(verb: str) -> None:
     shown = coda(verb, "--help")
     assert "Example" in shown.stdout
     assert f"coda {verb}" in shown.stdout
+    assert "bool" not in shown.stdout, "flags take no value"

@@ -634,6 +634,21 @@ def test_tables_are_sorted_by_accuracy_and_the_best_is_bold() -> None:
     assert "61.0 to 90.0" in table.markdown()
 
 
+def test_best_value_is_bold_in_tables_of_transfer_and_domains() -> None:
+    rows = [row_of("ft", 12.0, 9.0), row_of("upper-bound", 80.0, 0.0), row_of("coda-p", 61.0, 3.0)]
+    for row, transfer in zip(rows, (-40.0, 0.0, -5.0), strict=True):
+        row["BWT"] = {"mean": transfer, "std": 0.0}
+    results = {"ft": {"photo": 0.5, "sketch": 0.1}, "coda-p": {"photo": 0.4, "sketch": 0.2}}
+    runs = [
+        report.FinishedRun(name, 0, {}, {"domains": domains}, {}, Path(name))
+        for name, domains in results.items()
+    ]
+    shown = tables._measures("T", rows, ["method", *tables.STREAM])
+    transfer = shown.heads.index("BWT %")
+    assert {cell for cell in shown.best if cell[1] == transfer} == {(2, transfer)}
+    assert tables._accuracy_by_domain(runs).best == {(0, 1), (1, 2)}
+
+
 def test_columns_without_a_value_are_left_out() -> None:
     table = tables.Table("T", ["method", "a", "b"], [["x", "-", "1"], ["y", "-", "2"]],
                          frozenset({(1, 2)}))  # fmt: skip

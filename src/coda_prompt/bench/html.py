@@ -150,8 +150,9 @@ def _legend(parts: Sequence[Part]) -> str:
         if head in tables.MEANINGS
     )
     return (
-        "<h2>What the columns mean</h2>\n<p>Rows are sorted by final accuracy; the best value of a "
-        f"column is bold (except of methods that train on all tasks).</p>\n<dl>\n{terms}</dl>\n"
+        "<h2>What the columns mean</h2>\n<p>Rows are sorted by final accuracy. In the tables of "
+        "accuracy, forgetting and transfer the best value of a column is bold (except of methods "
+        f"that train on all tasks).</p>\n<dl>\n{terms}</dl>\n"
     )
 
 

@@ -218,14 +218,24 @@ def full(rows: Sequence[Row], runs: Sequence[FinishedRun]) -> list[Table]:
 def _accuracy_by_domain(runs: Sequence[FinishedRun]) -> Table:
     """Build the final accuracy on the test images of each domain, mean of the trials."""
     names = list(dict.fromkeys(name for run in runs for name in run.result.get("domains", ())))
-    cells = []
+    lines: dict[str, list[float | None]] = {}
     for method, trials in by_method(runs).items():
         values = [
             [run.result["domains"][name] for run in trials if name in run.result.get("domains", ())]
             for name in names
         ]
-        cells.append([method, *(f"{100 * sum(v) / len(v):.1f}" if v else DASH for v in values)])
-    return Table("Final accuracy by domain, %", ["method", *names], cells if names else [])
+        lines[method] = [100 * sum(v) / len(v) if v else None for v in values]
+    cells = [
+        [method, *(DASH if value is None else f"{value:.1f}" for value in line)]
+        for method, line in lines.items()
+    ]
+    best = frozenset(
+        (row, 1 + column)
+        for column in range(len(names))
+        for row in _best_rows([(method, line[column]) for method, line in lines.items()])
+    )
+    heads = ["method", *names]
+    return Table("Final accuracy by domain, %", heads, cells if names else [], best)
 
 
 def _remarks(runs: Sequence[FinishedRun]) -> Table:
@@ -273,8 +283,10 @@ def _measures(title: str, rows: Sequence[Row], names: list[str], difference: str
     best = frozenset(
         (line, column)
         for column, name in enumerate(names)
-        if name in ACCURACY
-        for line in _best_rows(rows, name)
+        if name in ACCURACY or name in STREAM
+        for line in _best_rows(
+            [(row["method"], row[name]["mean"]) for row in rows], name in LOWER_IS_BETTER
+        )
     )
     if difference:
         heads.append(difference)
@@ -287,19 +299,25 @@ def best_first(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: row["A_N"]["mean"] or 0.0, reverse=True)
 
 
-def _best_rows(rows: Sequence[Row], name: str) -> list[int]:
-    """Return the rows with the best value of a measure, as shown; none if there is one row only.
+def _best_rows(
+    column: Sequence[tuple[str, float | None]], lower_is_better: bool = False
+) -> list[int]:
+    """Return the rows with the best percentage, as shown; none if there is one row only.
 
     Methods that train on all tasks at once do not take part.
+
+    Args:
+        column: Method and percentage of each row.
+        lower_is_better: Whether the lowest percentage is the best.
     """
     shown = {
-        number: round(row[name]["mean"], DIGITS.get(name, 1))
-        for number, row in enumerate(rows)
-        if row[name]["mean"] is not None and not _trains_on_all(row["method"])
+        number: round(value, 1)
+        for number, (method, value) in enumerate(column)
+        if value is not None and not _trains_on_all(method)
     }
     if len(shown) < 2:
         return []
-    best = (min if name in LOWER_IS_BETTER else max)(shown.values())
+    best = (min if lower_is_better else max)(shown.values())
     return [number for number, value in shown.items() if value == best]
 
 

@@ -5,16 +5,39 @@ import io
 import sys
 import traceback
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from coda_prompt import __version__
 from coda_prompt.cli import bench, catalog, data, editing, learner, predict, serve, stream
 from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted
 
+
+class Commands(TyperGroup):
+    """The commands; `--help` shows flags without a type, because they take no value."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _hide_types_of_flags(command.get_params(ctx))
+        return command
+
+    def get_params(self, ctx: Any) -> Any:
+        return _hide_types_of_flags(super().get_params(ctx))
+
+
+def _hide_types_of_flags(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Image classification that keeps learning new classes without storing old images.",
     no_args_is_help=True,
     add_completion=True,

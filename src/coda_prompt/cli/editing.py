@@ -177,7 +177,7 @@ def diff(
     rows += [[name, *values] for name, values in found.settings.items()]
     names = [console.decode_file_name(name) for name in (first, second)]
     console.stdout_console().print(console.table(["class (images) or setting", *names], rows))
-    console.print_result(f"{found.same} classes with equally many images in both")
+    console.print_result(f"Classes with equally many images in both: {found.same}")
 
 
 @app.command(epilog="Example: `coda merge model-a model-b --out joined`")
@@ -225,7 +225,7 @@ def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
         return
     counts = f"{len(description.classes)} classes in {len(description.tasks)} lessons"
     name = console.decode_file_name(str(model))
-    console.print_message(f"{name}: back to {counts} (version {restored.number})")
+    console.print_message(f"{name}: now {counts} (version {restored.number})")
 
 
 def _print_state(model: Path, what: str, as_json: bool = False) -> None:

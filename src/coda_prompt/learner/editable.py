@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EditableEstimator(SavedEstimator):
-    """A classifier whose classes can be renamed, united, forgotten, relabelled and joined."""
+    """A classifier whose classes can be renamed, merged, forgotten, relabelled and joined."""
 
     @property
     def removable(self) -> bool:
@@ -27,7 +27,7 @@ class EditableEstimator(SavedEstimator):
 
         Raises:
             NotLearned: There is no class `old`.
-            CannotEdit: There is a class `new` already; `merge_classes` unites them.
+            CannotEdit: There is a class `new` already; `merge_classes` merges them.
         """
         editing.rename(self, old, new)
 
@@ -77,7 +77,7 @@ class EditableEstimator(SavedEstimator):
 
     @classmethod
     def merge(cls, classifiers: Sequence[Self]) -> Self:
-        """Join what classifiers have learned on the same backbone; classes of one name are united.
+        """Join what classifiers have learned on the same backbone; classes of one name are merged.
 
         The result equals one classifier that was taught the lessons of all, in this order.
 

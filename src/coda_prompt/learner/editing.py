@@ -1,4 +1,4 @@
-"""Edit what was taught: rename, unite, forget and relabel classes, and join models.
+"""Edit what was taught: rename, merge, forget and relabel classes, and join models.
 
 Editing changes the method and the other additive states of a classifier (`additive_states`) and the
 records of its lessons. If it fails, the classifier is left unchanged.
@@ -88,12 +88,13 @@ def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
     """
     method = classifier.network.method
     if not isinstance(method, AdditiveMethod):
-        reason = "is trained by gradients on the images of all classes of a lesson, which"
+        reason = "is trained by gradients on all images of a lesson together"
         if method.closed_form:
-            reason = "stores no sums over the images of single classes, which therefore"
+            reason = "stores no sums over the images of single classes"
         raise errors.CannotEdit(
-            f"{classifier.network.entry.name} {reason} cannot be told apart afterwards",
-            "Undo the lesson and teach it again without them, or use ranpac, slda or ncm.",
+            f"{classifier.network.entry.name} {reason}: single classes cannot be edited afterwards",
+            "Undo the lesson and teach the corrected images, or use ranpac, slda or ncm "
+            "(to merge or forget classes, also coda-p-ranpac).",
         )
     detector = classifier.network.detector
     hashes = classifier.network.hashes
@@ -110,17 +111,17 @@ def rename(classifier: EditableEstimator, old: str, new: str) -> None:
 
 
 def merge_classes(classifier: EditableEstimator, names: Sequence[str], into: str) -> None:
-    """Unite classes; `ContinualClassifier.merge_classes` documents it."""
+    """Merge classes; `ContinualClassifier.merge_classes` documents it."""
     rows = sorted({row_of(classifier, name) for name in names})
     if len(rows) < 2:
-        raise errors.CannotEdit("two different classes are needed to unite them")
+        raise errors.CannotEdit("two different classes are needed to merge them")
     _check_free(classifier, into, names)
     previous = classifier._model()
     with _unchanged_on_error(classifier, previous):
         for state in additive_states(classifier):
             state.unite_classes(rows, rows[0])
     tasks = rewritten(previous.description.tasks, dict.fromkeys(names, into))
-    what = f"united {errors.join_names(names)} into {into}"
+    what = f"merged {errors.join_names(names)} into {into}"
     classifier._replace(previous, tasks, _edit(tasks, what, names, into))
 
 
@@ -287,8 +288,8 @@ def names_in(version: Any, current: Model, name: str) -> set[str]:
     Args:
         version: An earlier or undone version.
         current: The current version.
-        name: A class of the current version. If it was united from several classes, these are
-            returned for versions before that; if it was united with others in an undone version,
+        name: A class of the current version. If it was merged from several classes, these are
+            returned for versions before that; if it was merged with others in an undone version,
             the class they became is returned.
     """
     names, own = {name}, version.description.edits

@@ -111,7 +111,7 @@ def _hints_of_distances(
         if second > first and all_counts[second] > 1 and counts[first] > 1:
             hints.append(
                 f"'{names[all_rows[first]]}' looks like '{names[all_rows[second]]}': if they are "
-                "one class, unite them with merge-classes"
+                "one class, merge them with merge-classes"
             )
     return hints
 

@@ -71,7 +71,7 @@ class EditRecord(FileSchema):
     names: list[str] = Field(default_factory=list)
     """Class names before the edit that `what` mentions."""
     into: str | None = None
-    """The name they have since, if the edit renamed or united them."""
+    """The name they have since, if the edit renamed or merged them."""
 
 
 class TaskRecord(FileSchema):
