@@ -437,6 +437,42 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         screenshot(page, "photographs")
 
 
+def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Path) -> None:
+    def is_added(count: int) -> bool:
+        page.click("#add")
+        page.wait_for_function(f"document.querySelectorAll('.examples img').length === {count}")
+        return page.evaluate(
+            """async () => {
+                const images = document.querySelectorAll('#shown, .examples img');
+                const contents = [...images].map(async ({ src }) => {
+                    const content = await (await fetch(src)).arrayBuffer();
+                    return new Uint8Array(content).join();
+                });
+                return await contents[0] === await contents.at(-1);
+            }"""
+        )
+
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+        learned_colours(client, "red", "blue")
+        page.wait_for_function("document.querySelectorAll('#classes li').length === 2")
+        page.fill("#name", "green")
+        page.route("**/v1/predict*", lambda route: route.abort())
+        send_files(page, "#show", colours(0, 180, 0, count=1), "drop")  # the first image fails
+        shows(page, "#error", "The service does not answer.")
+        assert is_added(1)
+        page.unroute_all(behavior="wait")
+        send_files(page, "#show", colours(180, 0, 0, count=1), "drop")
+        wait_for_prediction(page, "red")
+        before = page.locator("#shown").get_attribute("src")
+        page.route("**/v1/predict*", lambda route: None)  # no answer yet
+        send_files(page, "#show", colours(0, 0, 180, count=1), "drop")
+        page.wait_for_function(
+            "before => document.querySelector('#shown').src !== before", arg=before
+        )
+        assert predictions(page) == []
+        assert is_added(2)
+
+
 def learned_colours(client: Any, *names: str) -> None:
     """Teach a model classes of one colour each, over HTTP."""
     values = {"red": (180, 0, 0), "blue": (0, 0, 180), "green": (0, 180, 0)}

@@ -35,8 +35,10 @@ const showFile = showErrors(async ([file, ...others]) => {
 });
 
 async function showImage(image) {
-  if (forDrawings()) {
-    drawing.showImage(await createImageBitmap(image));
+  const bitmap = forDrawings() ? await createImageBitmap(image) : null;
+  prediction.setImage(image);
+  if (bitmap) {
+    drawing.showImage(bitmap);
     return;
   }
   URL.revokeObjectURL(element("shown").src);
