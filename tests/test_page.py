@@ -309,6 +309,10 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         opened(browser, str(client.base_url)) as other,
     ):
         path, old = demo_image(page, tmp_path)
+        page.fill("#name", old)
+        page.click("#add")  # the file that is shown
+        page.wait_for_selector(".examples img")
+        page.click(".remove-all")
         rng = random.Random(1)
         shapes = {"my zigzag": zigzag, "my grid": grid}
         assert page.locator("#teach").is_disabled()

@@ -72,13 +72,11 @@ element("camera-switch").onclick = showErrors(camera.useOther);
 // -- a lesson
 
 async function currentImage() {
-  if (forDrawings()) {
-    if (drawing.isEmpty()) throw new Error("Draw an example first.");
-    return drawing.render();
-  }
+  if (!drawing.isEmpty()) return drawing.render();
   if (camera.isOn()) return camera.frame();
-  if (element("shown").hidden) throw new Error("Start the camera, or drop or paste a photograph first.");
-  return prediction.current().image;
+  const { image } = prediction.current();
+  if (!image) throw new Error(forDrawings() ? "Draw an example first." : "Start the camera, or drop or paste a photograph first.");
+  return image;
 }
 
 element("lesson").onsubmit = showErrors(async (event) => {
