@@ -123,7 +123,7 @@ element("teach-me").onclick = showErrors(async () => {
 accept("predict-file", "show", showFile);
 accept("add-files", "teaching", addFiles);
 acceptPasted((files, focused) => (element("teaching").contains(focused) ? addFiles(files) : showFile(files)));
-prediction.onAnswer(({ image, prediction: answer }) => explain(answer ? image : null));
+prediction.onAnswer(explain);
 
 // -- the service
 
