@@ -668,10 +668,12 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         tab_to(page, "#teach")
         page.keyboard.press("Enter")
         shows(page, "#report", "Learned clock in")
+        shows(page, "#report", "Hint: the same image twice, or nearly so")
         shows(page, "#prediction-hint", "knows one class only")
         tab_to(page, "#undo")  # the first lesson, too
         page.keyboard.press("Enter")
         shows(page, "#count", "(0)")
+        assert page.locator("#report").text_content() == ""
         shows(page, "#prediction-hint", "not learned anything yet")
         tab_to(page, "#redo")
         page.keyboard.press("Enter")

@@ -149,7 +149,7 @@ async function refresh() {
   if (restarted) reportLost(seenClasses.filter((name) => !names.includes(name)), model.temporary);
   [seenClasses, restarted] = [names, false];
   classes.show(model, names);
-  lesson.setKnown(names);
+  lesson.setKnown(names, model.version);
   prediction.setModel(model, names.length);
   history.setVersion(model.version);
   document.body.dataset.ready = "true";
@@ -194,6 +194,6 @@ element("token-form").onsubmit = showErrors(async (event) => {
 });
 
 classes.start(refresh);
-lesson.setKnown([]);
+lesson.setKnown([], null);
 refreshShown();
 watch(onState, onGone);

@@ -13,6 +13,7 @@ export const setNew = (added) => { newClasses = new Set(added); };
 
 export function show(model, classes) {
   names = classes;
+  setBusy(false); // the stream of states may show an edit before its answer arrives
   element("count").textContent = `(${classes.length})`;
   element("undo").disabled = !model.can_undo;
   element("redo").disabled = !model.can_redo;
