@@ -668,6 +668,7 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         tab_to(page, "#teach")
         page.keyboard.press("Enter")
         shows(page, "#report", "Learned clock in")
+        has_focus(page, "#teach-hint")
         shows(page, "#report", "Hint: the same image twice, or nearly so")
         shows(page, "#prediction-hint", "knows one class only")
         tab_to(page, "#undo")  # the first lesson, too
@@ -675,9 +676,10 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         shows(page, "#count", "(0)")
         assert page.locator("#report").text_content() == ""
         shows(page, "#prediction-hint", "not learned anything yet")
-        tab_to(page, "#redo")
+        has_focus(page, "#redo")
         page.keyboard.press("Enter")
         shows(page, "#count", "(1)")
+        has_focus(page, "#undo")
 
 
 def test_page_shows_that_the_service_is_gone_and_what_it_has_lost(

@@ -15,8 +15,11 @@ export function show(model, classes) {
   names = classes;
   setBusy(false); // the stream of states may show an edit before its answer arrives
   element("count").textContent = `(${classes.length})`;
+  const buttons = [element("undo"), element("redo")];
+  const focused = buttons.find((button) => button === document.activeElement);
   element("undo").disabled = !model.can_undo;
   element("redo").disabled = !model.can_redo;
+  if (focused?.disabled) (buttons.find((button) => !button.disabled) ?? element("classes")).focus();
   const first = (name) => (newClasses.has(name) ? 0 : 1);
   const sorted = [...classes].sort((a, b) => first(a) - first(b));
   element("classes").replaceChildren(...sorted.map((name) => {

@@ -136,13 +136,20 @@ const missing = ([name, { list }]) => (known.has(name) ? 1 : MIN_EXAMPLES) - lis
 
 function show() {
   const incomplete = [...examples].filter((entry) => missing(entry) > 0);
-  element("teach").disabled = !examples.size || incomplete.length > 0 || learning || !online;
+  disableTeach(!examples.size || incomplete.length > 0 || learning || !online);
   element("teach-hint").textContent = !online ? "Waiting for the service…"
     : learning ? "Training… predictions use the current model."
     : !examples.size ? "No examples yet."
     : incomplete.length ? incomplete.map((entry) => `${missing(entry)} more of “${short(entry[0])}” needed`).join(", ") + "."
     : `Ready to teach: ${listed([...examples.keys()])}.`;
   element("remove-hint").hidden = !examples.size;
+}
+
+// A disabled button loses the focus: it moves to the text beside it.
+function disableTeach(disabled) {
+  const focused = document.activeElement === element("teach");
+  element("teach").disabled = disabled;
+  if (focused && disabled) element("teach-hint").focus();
 }
 
 element("teach").onclick = showErrors(async () => {
@@ -152,7 +159,7 @@ element("teach").onclick = showErrors(async () => {
   if (bytes > MAX_BYTES) {
     throw new Error(`The examples have ${Math.ceil(bytes / 1e6)} MB; a lesson has at most ${MAX_BYTES / 1e6} MB. Remove some and teach them in a second lesson.`);
   }
-  element("teach").disabled = true;
+  disableTeach(true);
   try {
     const job = await post("learn", blobs, sent.map(({ name }) => name));
     own = { job, sent };
