@@ -210,6 +210,13 @@ def test_a_version_before_a_forgotten_class_has_its_own_temperature(tmp_path: Pa
     assert_agree(loaded, taught_by_default("ranpac", [0, 1], removable=True))
 
 
+def test_history_states_that_a_lesson_was_forgotten() -> None:
+    classifier = taught([0, 1], [2])
+    classifier.forget(NAMES[2])
+    lesson = classifier.history().entries[1]
+    assert (lesson.what, lesson.images, lesson.accuracy) == ("(forgotten)", 0, None)
+
+
 def test_forgetting_drops_undone_versions_and_is_recorded_in_earlier_ones() -> None:
     classifier = taught([0, 1, 2], [3])
     classifier.rename(NAMES[0], "first")
