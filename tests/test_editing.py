@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
 import shutil
 import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +216,13 @@ def test_a_version_before_a_forgotten_class_has_its_own_temperature(tmp_path: Pa
     assert_agree(loaded, taught_by_default("ranpac", [0, 1], [3], removable=True))
     loaded.undo()
     assert_agree(loaded, taught_by_default("ranpac", [0, 1], removable=True))
+
+
+def test_history_states_that_a_lesson_was_forgotten() -> None:
+    classifier = taught([0, 1], [2])
+    classifier.forget(NAMES[2])
+    lesson = classifier.history().entries[1]
+    assert (lesson.what, lesson.images, lesson.accuracy) == ("(forgotten)", 0, None)
 
 
 def test_forgetting_drops_undone_versions_and_is_recorded_in_earlier_ones() -> None:
@@ -586,3 +596,35 @@ def test_edits_over_http_and_from_the_command_line_do_not_lose_each_other(
             busy = client.post("/v1/rename", json={"old": NAMES[3], "new": "three"})
             assert busy.status_code == 409
     assert ContinualClassifier.load(model).classes_ == [NAMES[3], NAMES[5], NAMES[6]]
+
+
+SLOW_FORGET = """
+import os, pathlib, time
+from coda_prompt.learner import editing
+forget = editing.forget
+def slow(classifier, name):
+    pathlib.Path(os.environ["FORGETTING"]).touch()
+    time.sleep(1)
+    return forget(classifier, name)
+editing.forget = slow
+"""
+
+
+def test_download_during_a_forget_does_not_contain_the_class(tmp_path: Path) -> None:
+    taught_whole("ncm", [0, 1]).save(tmp_path / "model")
+    started = tmp_path / "started"
+    with (
+        served(str(tmp_path / "model"), before=SLOW_FORGET, FORGETTING=str(started)) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"name": NAMES[0], "confirm": True}
+        forgotten = pool.submit(client.post, "/v1/forget", json=body)
+        deadline = time.monotonic() + PATIENCE
+        while not started.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        packed = client.get("/v1/model.zip")
+        assert forgotten.result().status_code == 200
+    with zipfile.ZipFile(io.BytesIO(packed.content)) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    assert store.read_model(tmp_path / "unpacked" / "model").description.classes == [NAMES[1]]

@@ -309,6 +309,10 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         opened(browser, str(client.base_url)) as other,
     ):
         path, old = demo_image(page, tmp_path)
+        page.fill("#name", old)
+        page.click("#add")  # the file that is shown
+        page.wait_for_selector(".examples img")
+        page.click(".remove-all")
         rng = random.Random(1)
         shapes = {"my zigzag": zigzag, "my grid": grid}
         assert page.locator("#teach").is_disabled()
@@ -354,9 +358,12 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         page.click("#redo")
         wait_for_prediction(page, "my zigzag")
         page.locator("#classes").get_by_role("button", name="my zigzag").click()
+        page.click("#why summary")
+        shows(page, "#explanation", "my zigzag")
         page.fill("#new-name", "lightning")
-        page.keyboard.press("Enter")
+        page.press("#new-name", "Enter")
         wait_for_prediction(page, "lightning")
+        shows(page, "#explanation", "lightning")
         page.once("dialog", lambda dialog: dialog.accept())
         page.locator("#classes").get_by_role("button", name="lightning").click()
         screenshot(page, "editor")
@@ -437,6 +444,42 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         screenshot(page, "photographs")
 
 
+def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Path) -> None:
+    def is_added(count: int) -> bool:
+        page.click("#add")
+        page.wait_for_function(f"document.querySelectorAll('.examples img').length === {count}")
+        return page.evaluate(
+            """async () => {
+                const images = document.querySelectorAll('#shown, .examples img');
+                const contents = [...images].map(async ({ src }) => {
+                    const content = await (await fetch(src)).arrayBuffer();
+                    return new Uint8Array(content).join();
+                });
+                return await contents[0] === await contents.at(-1);
+            }"""
+        )
+
+    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+        learned_colours(client, "red", "blue")
+        page.wait_for_function("document.querySelectorAll('#classes li').length === 2")
+        page.fill("#name", "green")
+        page.route("**/v1/predict*", lambda route: route.abort())
+        send_files(page, "#show", colours(0, 180, 0, count=1), "drop")  # the first image fails
+        shows(page, "#error", "The service does not answer.")
+        assert is_added(1)
+        page.unroute_all(behavior="wait")
+        send_files(page, "#show", colours(180, 0, 0, count=1), "drop")
+        wait_for_prediction(page, "red")
+        before = page.locator("#shown").get_attribute("src")
+        page.route("**/v1/predict*", lambda route: None)  # no answer yet
+        send_files(page, "#show", colours(0, 0, 180, count=1), "drop")
+        page.wait_for_function(
+            "before => document.querySelector('#shown').src !== before", arg=before
+        )
+        assert predictions(page) == []
+        assert is_added(2)
+
+
 def learned_colours(client: Any, *names: str) -> None:
     """Teach a model classes of one colour each, over HTTP."""
     values = {"red": (180, 0, 0), "blue": (0, 0, 180), "green": (0, 180, 0)}
@@ -463,9 +506,10 @@ def test_merge_classes_and_close_the_editor(browser: Any, photo_model: Path) -> 
         assert chips.locator("li").all_inner_texts() == ["blue", "green"]
         send_files(page, "#show", colours(180, 0, 0, count=1), "drop")
         wait_for_prediction(page, "blue")
-        page.click("#undo")
+        page.dblclick("#undo")  # the second click finds the first at work
         wait_for_prediction(page, "red")
         shows(page, "#edit-report", "The last change was undone.")
+        assert chips.locator("li").count() == 3
 
 
 def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -> None:
@@ -624,14 +668,18 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         tab_to(page, "#teach")
         page.keyboard.press("Enter")
         shows(page, "#report", "Learned clock in")
+        has_focus(page, "#teach-hint")
+        shows(page, "#report", "Hint: the same image twice, or nearly so")
         shows(page, "#prediction-hint", "knows one class only")
         tab_to(page, "#undo")  # the first lesson, too
         page.keyboard.press("Enter")
         shows(page, "#count", "(0)")
+        assert page.locator("#report").text_content() == ""
         shows(page, "#prediction-hint", "not learned anything yet")
-        tab_to(page, "#redo")
+        has_focus(page, "#redo")
         page.keyboard.press("Enter")
         shows(page, "#count", "(1)")
+        has_focus(page, "#undo")
 
 
 def test_page_shows_that_the_service_is_gone_and_what_it_has_lost(

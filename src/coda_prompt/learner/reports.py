@@ -22,7 +22,7 @@ class HistoryEntry:
     date: str
     """Time, UTC."""
     what: str
-    """What an edit changed; of a lesson, empty."""
+    """What an edit changed; of a lesson, empty, or `(forgotten)` if it has no class any more."""
     new: tuple[str, ...] = ()
     """New classes of a lesson."""
     continued: tuple[str, ...] = ()
@@ -129,16 +129,17 @@ def _entries(
     edits = 0
     for number, task in enumerate(description.tasks, 1):
         watched = checks.of(number, task)
+        forgotten = not task.images
         entries.append(
             HistoryEntry(
                 "lesson",
                 task.date,
-                "",
+                "(forgotten)" if forgotten else "",
                 tuple(task.new),
                 tuple(task.continued),
                 sum(task.images.values()),
-                task.accuracy,
-                task.accuracy_own,
+                None if forgotten else task.accuracy,
+                None if forgotten else task.accuracy_own,
                 watched.before if watched else None,
                 watched.after if watched else None,
                 numbers.get((number, edits)),

@@ -54,7 +54,7 @@ async def accuracy(service: CurrentService) -> dict[str, Any]:
 @api.get("/model.zip", **_file_response("application/zip"))
 async def model_folder(service: CurrentService) -> Response:
     """Download the model folder, without earlier versions and without the backbone."""
-    version = service.current
+    version = await service.after_edits()
     content = await asyncio.to_thread(_zip, version)
     return _attachment(content, "application/zip", f"model-{version.name}.zip")
 
@@ -62,9 +62,9 @@ async def model_folder(service: CurrentService) -> Response:
 @api.get("/model.onnx", **_file_response("application/octet-stream"))
 async def model_onnx(service: CurrentService) -> Response:
     """Download the model with its backbone as one ONNX graph, from pixels to probabilities."""
-    version = service.current
-    version.predictor  # noqa: B018 (refuses a model without classes)
     async with service.exporting:
+        version = await service.after_edits()
+        version.predictor  # noqa: B018 (refuses a model without classes)
         content = await _export(service, version)
     return _attachment(content, "application/octet-stream", f"model-{version.name}.onnx")
 

@@ -148,6 +148,7 @@ class Service:
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
         self._write_lock = asyncio.Lock()
+        self._edit_lock = asyncio.Lock()
         self.exporting = asyncio.Lock()
         self._lessons: set[asyncio.Task[None]] = set()
         limits: dict[str, Any] = {} if batching else {"max_batch": 1, "max_wait": 0.0}
@@ -232,6 +233,11 @@ class Service:
         async with self._write_lock:
             return await asyncio.to_thread(question, self.current.classifier)
 
+    async def after_edits(self) -> Version:
+        """Return the current version after a running edit, which may forget a class, has ended."""
+        async with self._edit_lock:
+            return self.current
+
     async def follow_folder(self) -> None:
         """Switch to a version that another process has written, as long as the service runs."""
         while True:
@@ -243,7 +249,7 @@ class Service:
 
     async def _change(self, change: Callable[[], Result]) -> Result:
         self._refuse_while_learning()
-        async with self._write_lock:
+        async with self._edit_lock, self._write_lock:
             result = await asyncio.to_thread(change)
             await self._switch()
         self.process.refresh()

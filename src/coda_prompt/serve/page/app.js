@@ -35,8 +35,10 @@ const showFile = showErrors(async ([file, ...others]) => {
 });
 
 async function showImage(image) {
-  if (forDrawings()) {
-    drawing.showImage(await createImageBitmap(image));
+  const bitmap = forDrawings() ? await createImageBitmap(image) : null;
+  prediction.setImage(image);
+  if (bitmap) {
+    drawing.showImage(bitmap);
     return;
   }
   URL.revokeObjectURL(element("shown").src);
@@ -70,13 +72,11 @@ element("camera-switch").onclick = showErrors(camera.useOther);
 // -- a lesson
 
 async function currentImage() {
-  if (forDrawings()) {
-    if (drawing.isEmpty()) throw new Error("Draw an example first.");
-    return drawing.render();
-  }
+  if (!drawing.isEmpty()) return drawing.render();
   if (camera.isOn()) return camera.frame();
-  if (element("shown").hidden) throw new Error("Start the camera, or drop or paste a photograph first.");
-  return prediction.current().image;
+  const { image } = prediction.current();
+  if (!image) throw new Error(forDrawings() ? "Draw an example first." : "Start the camera, or drop or paste a photograph first.");
+  return image;
 }
 
 element("lesson").onsubmit = showErrors(async (event) => {
@@ -123,7 +123,7 @@ element("teach-me").onclick = showErrors(async () => {
 accept("predict-file", "show", showFile);
 accept("add-files", "teaching", addFiles);
 acceptPasted((files, focused) => (element("teaching").contains(focused) ? addFiles(files) : showFile(files)));
-prediction.onAnswer(({ image, prediction: answer }) => explain(answer ? image : null));
+prediction.onAnswer(explain);
 
 // -- the service
 
@@ -149,7 +149,7 @@ async function refresh() {
   if (restarted) reportLost(seenClasses.filter((name) => !names.includes(name)), model.temporary);
   [seenClasses, restarted] = [names, false];
   classes.show(model, names);
-  lesson.setKnown(names);
+  lesson.setKnown(names, model.version);
   prediction.setModel(model, names.length);
   history.setVersion(model.version);
   document.body.dataset.ready = "true";
@@ -194,6 +194,6 @@ element("token-form").onsubmit = showErrors(async (event) => {
 });
 
 classes.start(refresh);
-lesson.setKnown([]);
+lesson.setKnown([], null);
 refreshShown();
 watch(onState, onGone);

@@ -6,15 +6,20 @@ import { element, make, showErrors } from "./dom.js";
 let newClasses = new Set(); // of the last lesson
 let names = [];
 let edited = null; // the class in the editor
+let busy = false; // whether an edit is being made
 let onEdited = async () => {};
 
 export const setNew = (added) => { newClasses = new Set(added); };
 
 export function show(model, classes) {
   names = classes;
+  setBusy(false); // the stream of states may show an edit before its answer arrives
   element("count").textContent = `(${classes.length})`;
+  const buttons = [element("undo"), element("redo")];
+  const focused = buttons.find((button) => button === document.activeElement);
   element("undo").disabled = !model.can_undo;
   element("redo").disabled = !model.can_redo;
+  if (focused?.disabled) (buttons.find((button) => !button.disabled) ?? element("classes")).focus();
   const first = (name) => (newClasses.has(name) ? 0 : 1);
   const sorted = [...classes].sort((a, b) => first(a) - first(b));
   element("classes").replaceChildren(...sorted.map((name) => {
@@ -46,15 +51,30 @@ function close() {
   [...element("classes").querySelectorAll("button")].find(({ dataset }) => dataset.name === name)?.focus();
 }
 
-// Sends an edit; every page then shows the new version.
+function setBusy(value) {
+  busy = value;
+  element("known").setAttribute("aria-busy", `${busy}`);
+  if (busy) element("edit-report").textContent = "Saving the change…";
+}
+
+// Sends an edit, one at a time; every page then shows the new version.
 async function send(path, body, report) {
-  const headers = { "Content-Type": "application/json" };
-  await json(path, { method: "POST", headers, body: body && JSON.stringify(body) });
-  newClasses = new Set();
-  if (element("class-editor").contains(document.activeElement)) element("classes").focus();
-  edit(null);
-  await onEdited();
-  element("edit-report").textContent = report;
+  if (busy) return;
+  setBusy(true);
+  try {
+    const headers = { "Content-Type": "application/json" };
+    await json(path, { method: "POST", headers, body: body && JSON.stringify(body) });
+    newClasses = new Set();
+    if (element("class-editor").contains(document.activeElement)) element("classes").focus();
+    edit(null);
+    await onEdited();
+    element("edit-report").textContent = report;
+  } catch (error) {
+    element("edit-report").textContent = "";
+    throw error;
+  } finally {
+    setBusy(false);
+  }
 }
 
 // Restores a version by its number.

@@ -8,6 +8,7 @@ const STEP = 10; // pixels of the canvas that an arrow key moves the pen
 const canvas = element("canvas");
 const context = canvas.getContext("2d");
 let strokes = [];
+let file = null; // the image that is shown instead of strokes
 let stroke = null; // the one being drawn
 let pen = null; // position of the keyboard's pen
 let changed = () => {};
@@ -22,7 +23,7 @@ export function start(onChange) {
 
 export function clear() {
   strokes = [];
-  stroke = pen = null;
+  file = stroke = pen = null;
   paint();
 }
 
@@ -46,14 +47,18 @@ export function render() {
 
 export function showImage(image) {
   clear();
-  const scale = Math.min(canvas.width / image.width, canvas.height / image.height);
-  const [width, height] = [image.width * scale, image.height * scale];
-  context.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+  file = image;
+  paint();
 }
 
 function paint() {
   context.fillStyle = "#000";
   context.fillRect(0, 0, canvas.width, canvas.height);
+  if (file) {
+    const scale = Math.min(canvas.width / file.width, canvas.height / file.height);
+    const [width, height] = [file.width * scale, file.height * scale];
+    context.drawImage(file, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+  }
   drawLines(context, strokes, 12);
   if (pen && document.activeElement === canvas) {
     context.strokeStyle = stroke ? "#f0a35e" : "#56b4e9";
@@ -84,6 +89,7 @@ function position(event) {
 }
 
 function begin(point) {
+  file = null;
   stroke = [point];
   strokes.push(stroke);
   paint();
@@ -125,5 +131,5 @@ canvas.addEventListener("keydown", (event) => {
   paint();
 });
 
-element("undo-stroke").onclick = () => { strokes.pop(); paint(); changed(true); };
+element("undo-stroke").onclick = () => { file = null; strokes.pop(); paint(); changed(true); };
 element("clear").onclick = () => { clear(); changed(true); };

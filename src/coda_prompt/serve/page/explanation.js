@@ -6,19 +6,19 @@ import { element, make, percent, showError } from "./dom.js";
 const INTERVAL = 1000; // ms between two explanations of a moving image
 const STRONGEST = 3; // prompts of a block that are named
 
-let wanted = null;
+let wanted = { image: null, prediction: null };
 let explained = null;
 let busy = false;
 
-// Explains the image whenever the view is open.
-export async function explain(image) {
-  wanted = image;
-  element("why").hidden = !image;
-  if (busy || !image || !element("why").open || image === explained) return;
+// Explains an answer whenever the view is open; another version gives another answer.
+export async function explain(answer) {
+  wanted = answer;
+  element("why").hidden = !answer.prediction;
+  if (busy || !answer.prediction || !element("why").open || answer === explained) return;
   busy = true;
   try {
-    explained = image;
-    show(await post("explain", [image]));
+    explained = answer;
+    show(await post("explain", [answer.image]));
     showError(null, explain);
   } catch (error) {
     showError(error, explain);

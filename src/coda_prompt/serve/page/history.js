@@ -55,11 +55,10 @@ function showLessons({ entries, versions }) {
 }
 
 function lessonRow(entry, current) {
-  const lesson = entry.kind === "lesson";
   const names = [...entry.new, ...entry.continued.map((name) => `${name} (more images)`)];
-  const what = make("th", { scope: "row", textContent: lesson ? listed(names) : entry.what, title: names.join(", ") },
+  const what = make("th", { scope: "row", textContent: entry.what || listed(names), title: names.join(", ") },
     make("span", { className: "hint", textContent: ` ${new Date(entry.date).toLocaleString()}${entry.undone ? ", undone" : ""}` }));
-  const results = lesson ? [
+  const results = names.length ? [
     `${entry.images} images`,
     entry.accuracy === null ? "" : `accuracy ${percent(entry.accuracy)}`,
     entry.older_before === null ? "" : `older classes ${percent(entry.older_before)} → ${percent(entry.older_after)}`,

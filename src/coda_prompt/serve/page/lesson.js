@@ -14,10 +14,13 @@ let known = new Set(); // learned classes
 let own = null; // {job, sent}: the lesson that this page started, and its examples
 let learning = false;
 let online = true;
+let latest = null; // the newest state of a lesson
 let returned = false; // whether the service answers again and its state was not seen yet
 
-export function setKnown(classes) {
+// The classes of a version; the report of a lesson is removed when another version replaces it.
+export function setKnown(classes, version) {
   known = new Set(classes);
+  if (latest?.state === "done" && latest.version !== version) element("report").textContent = "";
   element("known-names").replaceChildren(...classes.map((value) => make("option", { value })));
   show();
 }
@@ -133,13 +136,20 @@ const missing = ([name, { list }]) => (known.has(name) ? 1 : MIN_EXAMPLES) - lis
 
 function show() {
   const incomplete = [...examples].filter((entry) => missing(entry) > 0);
-  element("teach").disabled = !examples.size || incomplete.length > 0 || learning || !online;
+  disableTeach(!examples.size || incomplete.length > 0 || learning || !online);
   element("teach-hint").textContent = !online ? "Waiting for the service…"
     : learning ? "Training… predictions use the current model."
     : !examples.size ? "No examples yet."
     : incomplete.length ? incomplete.map((entry) => `${missing(entry)} more of “${short(entry[0])}” needed`).join(", ") + "."
     : `Ready to teach: ${listed([...examples.keys()])}.`;
   element("remove-hint").hidden = !examples.size;
+}
+
+// A disabled button loses the focus: it moves to the text beside it.
+function disableTeach(disabled) {
+  const focused = document.activeElement === element("teach");
+  element("teach").disabled = disabled;
+  if (focused && disabled) element("teach-hint").focus();
 }
 
 element("teach").onclick = showErrors(async () => {
@@ -149,7 +159,7 @@ element("teach").onclick = showErrors(async () => {
   if (bytes > MAX_BYTES) {
     throw new Error(`The examples have ${Math.ceil(bytes / 1e6)} MB; a lesson has at most ${MAX_BYTES / 1e6} MB. Remove some and teach them in a second lesson.`);
   }
-  element("teach").disabled = true;
+  disableTeach(true);
   try {
     const job = await post("learn", blobs, sent.map(({ name }) => name));
     own = { job, sent };
@@ -161,8 +171,6 @@ element("teach").onclick = showErrors(async () => {
 });
 
 addEventListener("beforeunload", (event) => { if (examples.size) event.preventDefault(); });
-
-let latest = null; // the newest state of a lesson
 
 // Numbers of lessons begin anew when the service is restarted.
 const isOwn = (job) => own !== null && job?.id === own.job.id && `${own.job.classes}` === `${job.classes}` && own.job.images === job.images;
@@ -192,14 +200,16 @@ export function follow(job) {
 }
 
 function report({ classes, learned, stage }, mine) {
-  const { kept, held_out, accuracy, seconds } = learned;
+  const { kept, held_out, accuracy, seconds, warnings = [], hints = [] } = learned;
   const others = [...known].some((name) => !classes.includes(name));
-  element("report").textContent = [
+  const result = [
     `Learned ${listed(classes)} in ${seconds.toFixed(1)} s.`,
     held_out ? `Accuracy on ${held_out} held-out ${held_out === 1 ? "example" : "examples"}: ${percent(accuracy)}.` : "",
     kept ? `Older classes (${kept.classes}, on ${kept.images} ${kept.images === 1 ? "image" : "images"}): ${percent(kept.before)} before, ${percent(kept.after)} now.`
       : stage === "checking" && others ? "Checking the old classes…" : "",
   ].filter(Boolean).join(" ");
+  const advice = [...warnings.map((text) => `Warning: ${text}.`), ...hints.map((text) => `Hint: ${text}.`)];
+  element("report").textContent = [result, ...advice].join("\n");
   if (!mine) return;
   for (const { name, example } of own.sent.splice(0)) { // not those that were added meanwhile
     if (examples.get(name)?.list.includes(example)) take(name, example);

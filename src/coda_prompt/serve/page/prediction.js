@@ -26,6 +26,9 @@ export function setModel(described, classes) {
   if (replaced && image) classify(() => image);
 }
 
+// Removes the answer for an earlier image; the one for `image` follows.
+export const setImage = (image) => show(image, null, true);
+
 export function clear() {
   number++;
   wanted = null;
@@ -37,20 +40,19 @@ export async function classify(take, moving = false) {
   wanted = { take, moving };
   if (busy || !model) return;
   setBusy(true);
-  try {
-    while (wanted) {
-      const next = wanted, request = ++number;
-      wanted = null;
+  while (wanted) {
+    const next = wanted, request = ++number;
+    wanted = null;
+    try {
       const image = await next.take();
       const prediction = model.classes ? await ask(image) : null;
       if (request === number) show(image, prediction, !next.moving);
+      showError(null, classify);
+    } catch (error) {
+      showError(error, classify);
     }
-    showError(null, classify);
-  } catch (error) {
-    showError(error, classify);
-  } finally {
-    setBusy(false);
   }
+  setBusy(false);
 }
 
 function setBusy(value) {
