@@ -669,7 +669,7 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         page.keyboard.press("Enter")
         shows(page, "#report", "Learned clock in")
         has_focus(page, "#teach-hint")
-        shows(page, "#report", "Hint: the same image twice, or nearly so")
+        shows(page, "#report", "Hint: near-duplicates: ")
         shows(page, "#prediction-hint", "knows one class only")
         tab_to(page, "#undo")  # the first lesson, too
         page.keyboard.press("Enter")
