@@ -76,7 +76,7 @@ def learn(
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        lesson = f"{images.split.fingerprint()} {images.names}"
+        lesson = f"{images.fingerprint} {images.names}"
         note = (lesson, len(classifier.tasks_), resume_command())
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)

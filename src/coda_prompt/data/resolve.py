@@ -132,6 +132,11 @@ class Labelled:
         kept = tuple(self.names[row] for row in rows)
         return replace(self, split=split, names=kept, bad=(*self.bad, *reasons))
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that changes with the images or labels; every file is looked at for it."""
+        return self.split.fingerprint()
+
     def counts(self) -> dict[str, int]:
         """Return the number of images of each class."""
         counts = np.bincount(self.split.labels, minlength=len(self.names))

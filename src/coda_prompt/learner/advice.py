@@ -40,7 +40,7 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
     messages = list(images.remarks)
     earlier = {task.files: number for number, task in enumerate(network.tasks, 1) if task.files}
     if earlier and isinstance(images.split, FileSplit):
-        number = earlier.get(images.split.fingerprint())
+        number = earlier.get(images.fingerprint)
         if number is not None:
             messages.append(
                 f"these files were learned before, in lesson {number}: they count twice"

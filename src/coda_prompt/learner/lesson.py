@@ -96,7 +96,7 @@ def open_checkpoints(
     identity: dict[str, Any] = as_json(
         {
             "tasks": [task.model_dump(exclude=NOT_IDENTIFYING) for task in network.tasks],
-            "images": images.split.fingerprint(),
+            "images": images.fingerprint,
             "names": images.names,
             "validation": validation,
             "training": dataclasses.asdict(training),
@@ -227,7 +227,7 @@ def make_record(
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
-        files=images.split.fingerprint() if isinstance(images.split, FileSplit) else None,
+        files=images.fingerprint if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )
 
