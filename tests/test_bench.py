@@ -210,6 +210,19 @@ def test_run_config_changed_lists_every_difference() -> None:
     assert "training.epochs: 1 -> 2" in str(error)
 
 
+@pytest.mark.parametrize("saved", ["result.json", "checkpoints"])
+def test_a_folder_in_which_nothing_was_saved_takes_another_configuration(
+    saved: str, tmp_path: Path
+) -> None:
+    (run, *_) = runs_of(load_benchmark("pocket-demo"), ["ncm"], tmp_path)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.json").write_text('{"method": "one that failed"}')
+    assert not run.is_finished()
+    (run.folder / saved).mkdir()
+    with pytest.raises(RunConfigChanged, match="different configuration"):
+        run.is_finished()
+
+
 def test_parallel_runs_give_the_same_numbers(
     tiny: Path, tiny_runs: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

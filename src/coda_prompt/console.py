@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import unicodedata
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -122,26 +122,23 @@ def decode_file_name(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-CONTROL = frozenset({"Cc", "Cs", "Zl", "Zp"})
-"""Unicode categories: control characters, surrogates, line and paragraph separators."""
-DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that change the direction of the text around them."""
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Control characters, surrogates, separators of lines and paragraphs, and characters that change
+the direction of the text around them."""
 
 
 def is_valid_class_name(text: str) -> bool:
     """Return whether a class can have this name: not empty, Unicode, no control characters."""
-    return bool(text) and not any(map(_is_control, text))
+    return bool(text) and CONTROL.search(text) is None
 
 
 def escape_control_characters(text: str) -> str:
     """Escape control characters, so that a name cannot send commands to the terminal."""
-    return "".join(
-        each.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if each != "\n" and _is_control(each)
-        else each
-        for each in text
+    return CONTROL.sub(
+        lambda found: (
+            found[0]
+            if found[0] == "\n"
+            else found[0].encode("unicode_escape", "surrogatepass").decode("ascii")
+        ),
+        text,
     )
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) in CONTROL or character in DIRECTIONS

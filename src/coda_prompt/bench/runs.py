@@ -92,15 +92,14 @@ class Run:
         """Return whether the run folder contains a result.
 
         Raises:
-            RunConfigChanged: The folder belongs to a run with another configuration.
+            RunConfigChanged: The folder has a result or checkpoints of another configuration.
         """
-        path = self.folder / CONFIG
-        if not path.exists():
+        path, finished = self.folder / CONFIG, (self.folder / RESULT).exists()
+        if not path.exists() or not (finished or (self.folder / CHECKPOINTS).exists()):
             return False
         stored, current = read_json(path), as_json(self.config)
         if stored != current:
             raise RunConfigChanged(self.folder, difference(stored, current))
-        finished = (self.folder / RESULT).exists()
         if finished:  # a kill between writing the result and cleaning up leaves checkpoints behind
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         return finished

@@ -210,8 +210,8 @@ def make_record(
             fitted_on = len(labels)
         over_all, within = accuracy(logits, labels, torch.tensor(task.classes))
         names = [*known, *new]
-        for true, predicted in zip(labels.tolist(), logits.argmax(dim=1).tolist(), strict=True):
-            counts = predictions.setdefault(names[true], {})
+        for row, predicted in zip(labels.tolist(), logits.argmax(dim=1).tolist(), strict=True):
+            counts = predictions.setdefault(names[row], {})
             counts[names[predicted]] = counts.get(names[predicted], 0) + 1
         fits = [(each.temperature, each.fitted_on) for each in network.tasks]
         used = network.fitted_temperature([*fits, (temperature, fitted_on)], detector)
