@@ -27,7 +27,7 @@ from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.errors import BadOption, CodaError, CorruptFile, RunConfigChanged, UnknownName
 from coda_prompt.model.vit import ViT, ViTConfig
 
-PICTURES = ("accuracy", "matrices", "forgetting", "parameters")
+PICTURES = ("accuracy", "matrices", "forgetting", "parameters", "cost")
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,11 @@
 
     python tools/compare_learners.py            (needs scikit-learn; Debian: dataset-fashion-mnist)
 
-Each dataset is learned one class at a time and in tasks of several classes, with 80 images per
-class, on the embedded backbone. Prints mean and deviation over seeds, which change class order and
-images. `split` is 20 classes of pocket in four tasks or in one. `--few` instead learns 40 classes
-with 80 drawings each and then two more with few drawings.
+Each dataset is learned one class at a time and in tasks of several classes, on the embedded
+backbones. Prints mean and deviation over seeds, which change class order and images. `split` is 20
+classes of pocket in four tasks or in one. `photographs` are those of CIFAR-100, which --data has as
+arrays (cifar-train.npy, cifar-test.npy, each with -labels.npy; tools/photo_data.py writes them).
+`--few` instead learns 40 classes with 80 drawings each and then two more with few drawings.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "coda-p, imprinted head": {"method": "coda-p", "head_init": "imprint"},
     "ranpac": {"method": "ranpac"},
     "coda-p-ranpac": {"method": "coda-p-ranpac"},
+    "slda": {"method": "slda"},
+    "deep-ranpac": {"method": "deep-ranpac"},
+    "coda-p-deep-ranpac": {"method": "coda-p-deep-ranpac"},
 }
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -64,17 +68,32 @@ def fashion() -> Data:
     return images, labels, test_images, test_labels
 
 
-DATASETS: dict[str, tuple[Callable[[], Data], int, tuple[int, ...]]] = {
-    # loader, number of classes, classes per task
-    "pocket": (pocket, 30, (1, 10)),
-    "digits": (digits, 10, (1, 2)),
-    "fashion-mnist": (fashion, 10, (1, 2)),
-    "split": (pocket, 20, (5, 20)),
+def photographs(folder: Path) -> Data:
+    """Load CIFAR-100, of which the `photo` backbone has seen no image."""
+    parts: list[Any] = []
+    for part in ("train", "test"):
+        parts.append(np.load(folder / f"cifar-{part}.npy", mmap_mode="r"))
+        parts.append(np.load(folder / f"cifar-{part}-labels.npy"))
+    images, labels, test_images, test_labels = parts
+    return images, labels, test_images, test_labels
+
+
+DATASETS: dict[str, tuple[Callable[..., Data], int, int, tuple[int, ...]]] = {
+    # loader, number of classes, images per class, classes per task
+    "pocket": (pocket, 30, 80, (1, 10)),
+    "digits": (digits, 10, 80, (1, 2)),
+    "fashion-mnist": (fashion, 10, 80, (1, 2)),
+    "split": (pocket, 20, 80, (5, 20)),
+    "photographs": (photographs, 30, 20, (1, 10)),
 }
+MAX_TESTED = 100
+"""Test images of a class."""
 
 
-def accuracy(options: dict[str, Any], data: Data, order: list[int], size: int, seed: int) -> float:
-    """Learn the classes in this order, `size` at a time, and return the final accuracy."""
+def accuracy(
+    options: dict[str, Any], data: Data, order: list[int], count: int, size: int, seed: int
+) -> float:
+    """Learn `count` images of each class in this order, `size` classes at a time."""
     images, labels, test_images, test_labels = data
     random = np.random.default_rng(seed)
     classifier = ContinualClassifier(seed=seed, **options)
@@ -83,10 +102,11 @@ def accuracy(options: dict[str, Any], data: Data, order: list[int], size: int, s
         indices = [
             index
             for row in rows
-            for index in random.permutation(np.flatnonzero(labels == row))[:80]
+            for index in random.permutation(np.flatnonzero(labels == row))[:count]
         ]
         classifier.learn(images[indices], labels[indices], validation=0)
-    tested = [index for row in order for index in np.flatnonzero(test_labels == row)[:100]]
+    most = min(MAX_TESTED, 2 * count)
+    tested = [index for row in order for index in np.flatnonzero(test_labels == row)[:most]]
     return classifier.score(test_images[tested], test_labels[tested])
 
 
@@ -94,6 +114,8 @@ FEW_CANDIDATES: dict[str, dict[str, Any]] = {
     "ncm": {"method": "ncm"},
     "ranpac, as published": {"method": "ranpac", "balance": False},
     "ranpac": {"method": "ranpac"},
+    "slda": {"method": "slda"},
+    "deep-ranpac": {"method": "deep-ranpac"},
 }
 FEW = (3, 5, 10, 20)
 
@@ -128,28 +150,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--datasets", default=",".join(DATASETS))
+    parser.add_argument("--datasets", default="pocket,digits,fashion-mnist,split")
+    parser.add_argument("--candidates", default=",".join(CANDIDATES))
+    parser.add_argument("--data", type=Path, help="folder with arrays of photographs")
     parser.add_argument("--few", action="store_true")
     options = parser.parse_args()
     if options.few:
         compare_few_shot(options.seeds)
         return
-    print("| data | taught | " + " | ".join(CANDIDATES) + " |")
-    print("|---" * (len(CANDIDATES) + 2) + "|")
+    names = options.candidates.split(",")
+    print("| data | taught | " + " | ".join(names) + " |")
+    print("|---" * (len(names) + 2) + "|")
     for name in options.datasets.split(","):
-        load, classes, sizes = DATASETS[name]
-        data = load()
+        load, classes, count, sizes = DATASETS[name]
+        data = load(options.data) if name == "photographs" else load()
         available = np.unique(data[1])
         for at_once in sizes:
             cells = []
-            for candidate in CANDIDATES.values():
+            for candidate in (CANDIDATES[each] for each in names):
                 accuracies = []
                 for seed in range(options.seeds):
                     order = np.random.default_rng(seed).permutation(available)[:classes]
-                    arguments = {**candidate, "epochs": options.epochs}
-                    accuracies.append(
-                        100 * accuracy(arguments, data, order.tolist(), at_once, seed)
-                    )
+                    arguments = {**candidate, "epochs": options.epochs, "verbose": False}
+                    rows = order.tolist()
+                    accuracies.append(100 * accuracy(arguments, data, rows, count, at_once, seed))
                 cells.append(f"{np.mean(accuracies):.1f} ± {np.std(accuracies):.1f}")
             taught = "one class at a time" if at_once == 1 else f"{at_once} classes at a time"
             print(f"| {name}, {classes} classes | {taught} | {' | '.join(cells)} |", flush=True)

@@ -34,12 +34,10 @@ def benchmark_plots(runs: Sequence[FinishedRun], folder: Path) -> list[Path]:
         "matrices": matrices,
         "forgetting": forgetting_per_task,
         "parameters": parameters_against_accuracy,
+        "cost": accuracy_against_cost,
     }
-    stream = runs[0].config["stream"]
-    if "chunk" in stream:
+    if "chunk" in runs[0].config["stream"]:
         plots["anytime"] = anytime_accuracy
-    if "budget" in stream:
-        plots["cost"] = accuracy_against_cost
     return [save(draw(runs), folder / name) for name, draw in plots.items()]
 
 
@@ -80,17 +78,32 @@ def anytime_accuracy(runs: Sequence[FinishedRun]) -> Figure:
 
 def accuracy_against_cost(runs: Sequence[FinishedRun]) -> Figure:
     """Plot final accuracy against the multiply-adds of the whole training."""
+    return _accuracy_against(runs, "total_gmac", "10^9 multiply-adds of the training")
+
+
+def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
+    """Plot final accuracy against trained parameters in % of the backbone."""
+    return _accuracy_against(runs, "trained_parameters", "trained parameters, % of the backbone")
+
+
+def _accuracy_against(runs: Sequence[FinishedRun], column: str, label: str) -> Figure:
+    from matplotlib.ticker import LogLocator
+
     figure, axes = _one_plot()
     for method, trials in _best_first(runs):
         row = summary(trials)
-        accuracy, cost = row["A_N"], row["total_gmac"]["mean"]
-        if None in (accuracy["mean"], cost):
-            continue
+        accuracy, value = row["A_N"], row[column]["mean"]
+        if accuracy["mean"] is None or value is None:
+            continue  # a task without test images has no accuracy
         deviation = accuracy["std"] if len(trials) > 1 else None
         style = {**_style(method), "linestyle": "none", "markersize": 8}
-        axes.errorbar(cost, accuracy["mean"], deviation, capsize=3, label=method, **style)
+        axes.errorbar(value, accuracy["mean"], deviation, capsize=3, label=method, **style)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.margins(x=0.15, y=0.1)
-    axes.set(xlabel="10^9 multiply-adds of the training", ylabel="A_N, %")
+    axes.set(xlabel=label, ylabel="A_N, %")
     return _finish(figure, axes)
 
 
@@ -118,28 +131,6 @@ def forgetting_per_task(runs: Sequence[FinishedRun]) -> Figure:
     axes.set_xlabel("task")
     figure.colorbar(mesh, ax=axes, label="accuracy lost, points")
     return figure
-
-
-def parameters_against_accuracy(runs: Sequence[FinishedRun]) -> Figure:
-    """Plot final accuracy against trained parameters in % of the backbone."""
-    from matplotlib.ticker import LogLocator
-
-    figure, axes = _one_plot()
-    for method, trials in _best_first(runs):
-        row = summary(trials)
-        accuracy, share = row["A_N"], row["trained_parameters"]["mean"]
-        if accuracy["mean"] is None:
-            continue  # a task without test images has no accuracy
-        deviation = accuracy["std"] if len(trials) > 1 else None
-        style = {**_style(method), "linestyle": "none", "markersize": 8}
-        axes.errorbar(share, accuracy["mean"], deviation, capsize=3, label=method, **style)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.margins(x=0.15, y=0.1)
-    axes.set(xlabel="trained parameters, % of the backbone", ylabel="A_N, %")
-    return _finish(figure, axes)
 
 
 def matrices(runs: Sequence[FinishedRun]) -> Figure:
