@@ -65,7 +65,7 @@ def image_items(data: Any, channels: Channels = "rgb") -> list[Any] | NDArray[An
         items = [data]
     elif isinstance(data, DataLoader):
         items = [item[0] for item in loader_items(data)]
-    elif hasattr(data, "features") and hasattr(data, "column_names"):
+    elif hf_datasets.is_dataset(data):
         items = hf_datasets.image_files("the dataset", data)
     elif isinstance(data, dict | set) or not hasattr(data, "__iter__"):
         raise WrongType(data, "images", IMAGES)
