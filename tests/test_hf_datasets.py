@@ -129,7 +129,7 @@ def test_without_a_network_an_uncached_dataset_fails_at_once(
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)  # between retries
-    with pytest.raises(MissingData, match="hub cannot be reached: .*Check its name"):
+    with pytest.raises(MissingData, match=r"hub cannot be reached: .*Check its name"):
         hub_source("owner/other")
     assert not waits
     assert not caplog.records
