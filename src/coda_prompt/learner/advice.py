@@ -10,7 +10,7 @@ import numpy as np
 
 from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.data.sources import FileSplit
-from coda_prompt.errors import join_names
+from coda_prompt.errors import counted, join_names
 from coda_prompt.learner.network import Network
 
 FEW_IMAGES = 5
@@ -109,7 +109,8 @@ def summary(images: Labelled) -> str:
     smallest, largest = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1]))
     size = smallest if largest == smallest else f"{smallest} to {largest}"
     each = join_names([f"{name} {count}" for name, count in counts.items()], 12)
-    return f"{len(counts)} classes, {sum(counts.values())} images of {size} px: {each}"
+    classes, total = counted(len(counts), "class"), counted(sum(counts.values()), "image")
+    return f"{classes}, {total} of {size} px: {each}"
 
 
 def _similar_names(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:
