@@ -80,18 +80,24 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
             f"images are about {side:.0f} px, but the backbone expects {size} px: "
             "they are enlarged and have little detail"
         )
-    backbone, sampled = network.backbone_name.partition("@")[0], len(images.samples)
-    drawings = sum(sample.drawing for sample in images.samples)
-    others = {"pocket": sampled - drawings, "photo": drawings}.get(backbone, 0)
-    if others > MIXED * sampled:
+    if others := images_of_other_kind(network, images):
+        backbone = network.backbone_name.partition("@")[0]
         kind, trained_on, suited = OTHER_KIND[backbone]
         messages.append(
-            f"{others} of {sampled} sampled images look like {kind}, but '{backbone}' was trained "
-            f"on {trained_on}: for {kind} make a model with --backbone {suited}"
+            f"{others} of {len(images.samples)} sampled images look like {kind}, but '{backbone}' "
+            f"was trained on {trained_on}: for {kind} make a model with --backbone {suited}"
         )
     if checked is not None and not set(checked.names) & set(known):
         messages.append("none of the classes to check is known yet: nothing to forget")
     return messages
+
+
+def images_of_other_kind(network: Network, images: Labelled) -> int:
+    """Return how many sampled images the backbone is not for; 0 if they are few."""
+    sampled, drawings = len(images.samples), sum(sample.drawing for sample in images.samples)
+    backbone = network.backbone_name.partition("@")[0]
+    others = {"pocket": sampled - drawings, "photo": drawings}.get(backbone, 0)
+    return others if others > MIXED * sampled else 0
 
 
 def choose_backbone(samples: Sequence[Sample]) -> tuple[str, str]:
