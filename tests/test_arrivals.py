@@ -151,6 +151,13 @@ def test_the_command_prints_a_line_for_each_lesson(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert [sum(line["images"].values()) for line in lines] == [4, 2]
+    again = coda("stream", str(tmp_path / "model"), str(tmp_path / "inbox"))
+    assert (again.returncode, again.stdout) == (0, "")
+    assert "no new image" in again.stderr
+    (tmp_path / "empty").mkdir()
+    empty = coda("stream", str(tmp_path / "other"), str(tmp_path / "empty"))
+    assert "empty: no image in it" in empty.stderr
+    assert not (tmp_path / "other").exists()
     missing = coda("stream", str(tmp_path / "model"), str(tmp_path / "nowhere"))
     assert missing.returncode == 2
     assert "there is no such folder" in missing.stderr

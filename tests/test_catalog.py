@@ -653,10 +653,16 @@ def test_conversion_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"cls_token": Malicious()}}, "bad.pth")
     torch.save({"model": {"weight": torch.ones(1)}}, "other.pth")
-    for name, problem in (("bad", "cannot be read"), ("other", "no cls_token")):
-        with pytest.raises(errors.CorruptFile, match=problem):
+    Path("text.pth").write_text("no checkpoint")
+    for name, problem in (
+        ("bad", "cannot be read: it has Python objects"),
+        ("other", "no cls_token"),
+        ("text", "cannot be read: it is not a PyTorch checkpoint"),
+    ):
+        with pytest.raises(errors.CorruptFile, match=problem) as refused:
             convert_checkpoint(Path(f"{name}.pth"), Path("out.safetensors"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pth", "other.pth"]
+        assert "weights_only" not in str(refused.value), "advice of torch to run the code"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pth", "other.pth", "text.pth"]
 
 
 def test_embedded_backbone_needs_no_network_and_describes_itself() -> None:

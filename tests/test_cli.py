@@ -87,6 +87,9 @@ def test_backbones_are_listed_as_json() -> None:
     ("arguments", "message"),
     [
         (("methods", "codap"), "coda: There is no method 'codap'. Did you mean 'coda-p'?\n"),
+        (("methods", "er"), "coda: There is no method 'er'. Did you mean 'er-5000'?\n"),
+        (("learn", "", "photos"), "coda: Option 'model' of the command: its name is empty"),
+        (("learn", "s3://bucket/model", "photos"), "s3://bucket/model is remote"),
         (("methods", "no.py:Mine"), "coda: 'no.py:Mine' cannot be used as a method"),
         (("metods",), "metods"),
     ],

@@ -17,7 +17,13 @@ from test_inputs import FakeCapture
 from typer.testing import CliRunner, Result
 
 from coda_prompt import ContinualClassifier, cli
-from coda_prompt.cli.completion import complete_backbone, complete_method
+from coda_prompt.bench.config import shipped
+from coda_prompt.cli.completion import (
+    complete_backbone,
+    complete_class,
+    complete_method,
+    complete_preset,
+)
 from coda_prompt.data import live
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData, MissingExtra
 from coda_prompt.learner import duration, feedback, store
@@ -153,16 +159,52 @@ def test_one_stage_queries_are_decided_at_the_first_lesson(
     assert not (tmp_path / "new").exists()
 
 
+def test_classes_of_the_model_are_completed(model: Path, tmp_path: Path) -> None:
+    group: Any = typer.main.get_command(cli.app)
+
+    def completed(folder: Path, start: str) -> list[str]:
+        context = typer.Context(group.commands["forget"])
+        context.params = {"model": folder}
+        return complete_class(context, start)
+
+    assert completed(model, "") == list(NAMES[:2])
+    assert completed(model, NAMES[1][:3]) == [NAMES[1]]
+    assert completed(tmp_path, "") == []
+    for command, parameter in (
+        ("forget", "name"),
+        ("rename", "old"),
+        ("merge-classes", "names"),
+        ("relabel", "taught_as"),
+    ):
+        (found,) = [each for each in group.commands[command].params if each.name == parameter]
+        context = typer.Context(group.commands[command])
+        context.params = {"model": model}
+        assert [each.value for each in found.shell_complete(context, "")] == list(NAMES[:2])
+
+
 def test_names_are_completed_without_torch() -> None:
+    assert complete_preset("") == sorted(shipped("presets"))
     assert complete_method("") == sorted(METHODS)
     assert complete_method("coda") == [name for name in sorted(METHODS) if name.startswith("coda")]
     assert complete_backbone("") == sorted(["auto", *CATALOG])
     program = (
-        "import sys; from coda_prompt.cli.completion import complete_method, complete_backbone; "
-        "complete_method('c'), complete_backbone('v'); print('torch' in sys.modules)"
+        "import sys; from coda_prompt.cli.completion import complete_method, complete_backbone, "
+        "complete_preset; complete_method('c'), complete_backbone('v'), complete_preset('c'); "
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_one_lesson_of_one_class_is_not_plural(tmp_path: Path) -> None:
+    single = taught([0], method="ncm")
+    assert "1 class in 1 lesson, ncm" in repr(single)
+    single.save(tmp_path / "model")
+    assert "1 class in 1 lesson, ncm" in coda("info", tmp_path / "model").stdout
+    assert "1 class, learned in 1 lesson\n" in (tmp_path / "model" / "README.md").read_text()
+    single.rename(NAMES[0], "zero")
+    single.save(tmp_path / "model")
+    assert "1 class in 1 lesson" in coda("undo", tmp_path / "model").stderr
 
 
 def test_every_command_has_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drawings import drawings, taught
@@ -11,7 +12,7 @@ from PIL import Image
 
 from coda_prompt.errors import BadOption
 from coda_prompt.learner.confusion import Confusion, ConfusionMatrix, draw_confusion
-from coda_prompt.learner.hints import lesson_hints
+from coda_prompt.learner.hints import DUPLICATE, MAX_SHOWN, lesson_hints
 from coda_prompt.learner.unknown import UnknownDetector
 
 WIDTH = 16
@@ -64,15 +65,44 @@ def test_duplicates_are_named() -> None:
     features, labels = classes(10, 0, 1)
     features[7] = features[3] * 1.0001
     assert hints(features, labels) == "near-duplicates: 3.png and 7.png"
-    features[15] = features[3]
-    message = hints(features, labels).splitlines()[0]
-    assert message.index("3.png and 15.png (of different classes)") < message.index("7.png")
+    features[15], features[2] = features[3], features[1]
+    assert hints(features, labels).splitlines()[0] == (
+        "near-duplicates: 3.png and 7.png and 15.png (of different classes); 1.png and 2.png"
+    )
+
+
+def test_a_burst_is_one_group() -> None:
+    features, labels = classes(12, 0, 1)
+    step = 0.05 * torch.ones(WIDTH).double()
+    for position in range(1, 10):  # neighbours are nearly the same, the first and the last are not
+        features[position] = features[0] + position * step
+    assert torch.cosine_similarity(features[0], features[9], dim=0) < DUPLICATE
+    assert hints(features, labels) == "near-duplicates: 0.png and 1.png and 2.png and 7 more"
 
 
 def test_mislabelled_images_are_named() -> None:
     features, labels = classes(20, 0, 1, 2)
     labels[5] = 2
     assert hints(features, labels) == "5.png looks like 'class0' and was taught as 'class2'"
+
+
+def test_a_few_unusual_images_of_a_large_lesson_are_not_called_mislabelled() -> None:
+    features, labels = classes(100, 0, 1, 2, 3, 4, 5)
+    others, _ = classes(100, 1, 2, 3, 4, 5, 0)
+    unusual = torch.arange(0, 600, 200)
+    features[unusual] = others[unusual]  # 0.5 %, as lessons without wrong labels have
+    assert hints(features, labels) == ""
+    wrong = torch.arange(0, 600, 50)
+    features[wrong] = others[wrong]
+    assert hints(features, labels).count("was taught as") == MAX_SHOWN
+
+
+def test_images_of_another_kind_get_no_hints_from_features() -> None:
+    photographs = np.random.RandomState(0).randint(0, 256, (24, 64, 64, 3)).astype(np.uint8)
+    photographs[1::2] = photographs[::2]
+    learned = taught(range(2)).learn(photographs, ["a"] * 12 + ["b"] * 12)
+    assert any("look like photographs" in warning for warning in learned.warnings)
+    assert learned.hints == ()
 
 
 def test_new_class_that_looks_like_an_old_one() -> None:

@@ -314,6 +314,7 @@ def test_relabelled_images_count_for_the_right_class(method: str, removable: boo
     assert classifier.classes_ == [NAMES[0], NAMES[1], "new"]
     assert classifier.predict(images[:2]).tolist() == ["new", "new"]
     assert sum(sum(task["images"].values()) for task in classifier.tasks_) == 24
+    assert len(classifier.tasks_) == 1, "an edit is not a lesson"
 
 
 def test_impossible_edits_are_refused() -> None:
@@ -412,6 +413,8 @@ def test_history_has_accuracy_edits_and_the_cost_for_older_classes(tmp_path: Pat
     classifier.save(tmp_path)
     shown = coda("history", str(tmp_path)).stdout
     assert "renamed" in shown
+    numbers = [line.split("│")[1].strip() for line in shown.splitlines() if "│ 20" in line]
+    assert numbers == ["1", "2", "edit"]
     assert "->" in shown
 
 

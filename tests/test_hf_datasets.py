@@ -27,10 +27,12 @@ from coda_prompt.cli import app
 from coda_prompt.data import hf_datasets, packing
 from coda_prompt.data.folders import folder_source
 from coda_prompt.data.hf_datasets import hub_source, open_hub_split, stream_hub_splits
+from coda_prompt.data.inputs import image_items
 from coda_prompt.data.packing import pack
+from coda_prompt.data.resolve import labelled
 from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source
-from coda_prompt.errors import BadImage, BadOption, MissingData, MissingExtra
+from coda_prompt.errors import BadImage, BadOption, MissingData, MissingExtra, WrongType
 
 SIZES = {"train": 7, "test": 3}
 
@@ -114,6 +116,67 @@ def test_unsuitable_dataset_raises_a_readable_error(tmp_path: Path) -> None:
     for read in (hub_source, stream_hub_splits):
         with pytest.raises(MissingData, match="an image and a class column"):
             read(str(words))
+
+
+def test_without_a_network_an_uncached_dataset_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)  # between retries
+    with pytest.raises(MissingData, match=r"hub cannot be reached: .*Check its name"):
+        hub_source("owner/other")
+    assert not waits
+    assert not caplog.records
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def rows_of(labels: list[Any], kind: Any, **more: Any) -> Any:
+    """A dataset in memory, with the column `label`."""
+    import datasets
+
+    columns = {"img": part(len(labels), 5)["img"], "label": labels, **more}
+    features = {"img": datasets.Image(), "label": kind}
+    features |= {name: datasets.Value("string") for name in more}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def test_names_of_classes_as_strings_are_accepted() -> None:
+    import datasets
+
+    rows = rows_of(["pear", "apple", "pear"], datasets.Value("string"))
+    images = labelled(rows)
+    assert images.names == ("apple", "pear")
+    assert images.split.labels.tolist() == [1, 0, 1]
+    captioned = rows_of(["pear", "apple"], datasets.Value("string"), caption=["x", "y"])
+    assert labelled(captioned).names == ("apple", "pear")
+    ambiguous = captioned.rename_column("label", "name")
+    with pytest.raises(MissingData, match=r"no class column .* img, name, caption.*class_encode"):
+        labelled(ambiguous)
+    with pytest.raises(MissingData, match="image 1 has no class"):
+        labelled(rows_of(["pear", None], datasets.Value("string")))
+    with pytest.raises(MissingData, match="image 0 has no class"):
+        labelled(rows_of([-1, 0], datasets.ClassLabel(names=["a"])))
+
+
+def test_iterable_dataset_is_read_and_dataset_dict_is_refused() -> None:
+    import datasets
+
+    rows = rows_of([1, 0, 1], datasets.ClassLabel(names=["a", "b"]))
+    images = labelled(rows.to_iterable_dataset())
+    assert images.names == ("a", "b")
+    assert images.split.labels.tolist() == [1, 0, 1]
+    assert images.split.image(0).getpixel((0, 0)) == 5
+    assert len(image_items(rows.to_iterable_dataset())) == 3
+    both = datasets.DatasetDict(train=rows, test=rows)
+    for read in (labelled, image_items):
+        with pytest.raises(WrongType, match=r"DatasetDict .*data\['train'\], data\['test'\]"):
+            read(both)
 
 
 def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,19 @@ def test_constructing_loads_no_backbone_and_refuses_a_bad_method() -> None:
         ContinualClassifier(method="ft++")
 
 
+def test_misspelt_options_are_refused_by_the_constructor() -> None:
+    with pytest.raises(UnknownName, match=r"'epohcs' in ContinualClassifier.*'epochs'"):
+        ContinualClassifier(epohcs=3)
+    with pytest.raises(UnknownName, match=r"'widht' .*Did you mean 'width'"):
+        ContinualClassifier(options={"widht": 3})
+    with pytest.raises(UnknownName, match=r"'bakbone' .*Did you mean 'backbone'"):
+        ContinualClassifier(bakbone="pocket")
+    with pytest.raises(UnknownName, match=r"'sed' in the training. Did you mean 'seed'"):
+        ContinualClassifier(training={"sed": 3})
+    for method in ("ranpac", "ncm", "slda"):
+        ContinualClassifier(method=method, removable=True)
+
+
 def test_fit_starts_over_and_partial_fit_continues() -> None:
     classifier = quiet(method="ncm").fit(*drawings(range(3)))
     assert classifier.fit(*drawings(range(2, 4))) is classifier

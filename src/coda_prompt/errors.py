@@ -30,6 +30,13 @@ def join_names(names: Iterable[object], limit: int = 5) -> str:
     return ", ".join(texts[:limit]) + rest
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 lesson`, `3 classes`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 class UnknownName(CodaError):
     """An option, method, backbone or field that does not exist.
 
@@ -42,7 +49,8 @@ class UnknownName(CodaError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], owner: str = "") -> None:
         names = sorted(known)
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        longer = [each for each in names if name and each.startswith(name.lower())]
+        nearest = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Choose one of: {', '.join(names)}."
         where = f" in {owner}" if owner else ""
         super().__init__(f"There is no {kind} '{name}'{where}. {hint}")

@@ -1,8 +1,16 @@
-"""Completion of method and backbone names, read from the source: importing torch takes seconds."""
+"""Completion of names of methods, backbones, presets and classes.
+
+Nothing here imports torch, which takes seconds: methods and backbones are read from the source.
+"""
 
 import ast
 from collections.abc import Iterator
 from importlib import resources
+from pathlib import Path
+
+import typer
+
+from coda_prompt.errors import CodaError
 
 
 def complete_method(incomplete: str) -> list[str]:
@@ -13,6 +21,24 @@ def complete_method(incomplete: str) -> list[str]:
 def complete_backbone(incomplete: str) -> list[str]:
     """Return the names of backbones that start like this."""
     return sorted(name for name in ("auto", *backbone_names()) if name.startswith(incomplete))
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Return the names of benchmarks that start like this."""
+    folder = resources.files("coda_prompt") / "bench" / "presets"
+    names = [each.name.removesuffix(".yaml") for each in folder.iterdir()]
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def complete_class(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the classes of the command's model that start like this."""
+    from coda_prompt.learner.store import read_description
+
+    try:
+        classes = read_description(Path(context.params["model"])).classes
+    except (CodaError, OSError, KeyError, TypeError):
+        return []  # there is no model yet
+    return [name for name in classes if name.startswith(incomplete)]
 
 
 def method_names() -> set[str]:

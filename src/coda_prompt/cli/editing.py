@@ -10,7 +10,8 @@ import typer
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import BadOption, CorruptFile, UnknownName, join_names
+from coda_prompt.cli.completion import complete_class
+from coda_prompt.errors import BadOption, CorruptFile, UnknownName, counted, join_names
 
 if TYPE_CHECKING:
     from coda_prompt.learner.classifier import ContinualClassifier
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-ClassName = Annotated[str, typer.Argument(help="Class name.")]
+ClassName = Annotated[str, typer.Argument(help="Class name.", autocompletion=complete_class)]
 
 
 @app.command(epilog="Example: `coda rename my-model cat 'house cat'`")
@@ -39,7 +40,9 @@ def rename(
 @app.command("merge-classes", epilog="Example: `coda merge-classes my-model mug cup --into cup`")
 def merge_classes(
     model: options.Model,
-    names: Annotated[list[str], typer.Argument(help="Two or more classes.")],
+    names: Annotated[
+        list[str], typer.Argument(help="Two or more classes.", autocompletion=complete_class)
+    ],
     into: Annotated[str, typer.Option(help="Name of the class they become.")],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
@@ -74,15 +77,22 @@ def forget(
     if as_json:
         console.print_json(dataclasses.asdict(forgotten))
         return
-    _print_state(model, f"{name} ({forgotten.images} images) is removed")
-    console.print_message(f"{forgotten.versions} earlier versions rewritten; {forgotten.remains}")
+    _print_state(model, f"{name} ({counted(forgotten.images, 'image')}) is removed")
+    console.print_message(
+        f"{counted(forgotten.versions, 'earlier version')} rewritten; {forgotten.remains}"
+    )
 
 
 @app.command(epilog="Example: `coda relabel my-model corrected/ --from cat`")
 def relabel(
     model: options.Model,
     folder: options.Folder,
-    taught_as: Annotated[str, typer.Option("--from", help="The class they were taught as.")],
+    taught_as: Annotated[
+        str,
+        typer.Option(
+            "--from", help="The class they were taught as.", autocompletion=complete_class
+        ),
+    ],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
@@ -138,16 +148,20 @@ def history(model: options.Model, as_json: options.AsJson = False) -> None:
     if as_json:
         console.print_json(dataclasses.asdict(found))
         return
-    rows = []
+    rows: list[list[object]] = []
+    lessons = 0
     for entry in found.entries:
-        cost = ""
+        lessons, cost = lessons + (entry.kind == "lesson"), ""
         if entry.older_before is not None:
             cost = f"{percent(entry.older_before)} -> {percent(entry.older_after)}"
         what = entry.what or join_names(entry.new, 6)
         shares = [percent(entry.accuracy), percent(entry.accuracy_own)]
         numbers = [join_names(entry.continued, 6), entry.images, *shares, cost]
-        rows.append([entry.date[:10], what, *(numbers if entry.kind == "lesson" else [""] * 5)])
-    heads = ["date", "new classes or edit", "continued", "images", "accuracy", "among own", "older"]
+        cells = numbers if entry.kind == "lesson" else [""] * 5
+        number = lessons if entry.kind == "lesson" else "edit"
+        rows.append([number, entry.date[:10], what, *cells])
+    heads = ["lesson", "date", "new classes or edit", "continued", "images", "accuracy"]
+    heads += ["among own", "older"]
     console.stdout_console().print(console.table(heads, rows))
     versions = [
         [f"{each.number}{' (current)' if each.current else ''}", each.lessons, each.classes]
@@ -223,7 +237,8 @@ def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
     if as_json:
         _print_version(restored)
         return
-    counts = f"{len(description.classes)} classes in {len(description.tasks)} lessons"
+    classes, lessons = len(description.classes), len(description.tasks)
+    counts = f"{counted(classes, 'class')} in {counted(lessons, 'lesson')}"
     name = console.decode_file_name(str(model))
     console.print_message(f"{name}: now {counts} (version {restored.number})")
 
@@ -236,8 +251,8 @@ def _print_state(model: Path, what: str, as_json: bool = False) -> None:
     if as_json:
         _print_version(current)
         return
-    classes = len(current.description.classes)
-    console.print_message(f"{console.decode_file_name(str(model))}: {what}; {classes} classes")
+    classes = counted(len(current.description.classes), "class")
+    console.print_message(f"{console.decode_file_name(str(model))}: {what}; {classes}")
 
 
 def _print_version(model: "Model") -> None:

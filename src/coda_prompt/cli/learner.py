@@ -11,7 +11,7 @@ import typer
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import BadOption, MissingData, join_names
+from coda_prompt.errors import BadOption, MissingData, counted, join_names
 from coda_prompt.preprocessing import input_kind
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _print_evaluation(evaluation: "Evaluation", classifier: "ContinualClassifier
         heads = ["class", "predicted as", "images", "of the class"]
         stdout.print(console.table(heads, confused, "Most confused classes"))
     stdout.print(
-        f"{evaluation.images} images: {percent(evaluation.accuracy)} correct; "
+        f"{counted(evaluation.images, 'image')}: {percent(evaluation.accuracy)} correct; "
         f"expected calibration error {percent(evaluation.calibration_error)}"
     )
     if (unknown := evaluation.unknown) is not None:
@@ -209,8 +209,9 @@ def info(
     earlier = sum(sizes.values()) - sizes[store.MODEL]
     undo = f" (and {earlier / 1e6:.2f} MB of earlier versions)" if earlier else ""
     console.print_result(
-        f"{console.decode_file_name(str(model))}: {len(description.classes)} classes in "
-        f"{len(description.tasks)} lessons, {description.method} on {description.backbone.name}, "
+        f"{console.decode_file_name(str(model))}: {counted(len(description.classes), 'class')} in "
+        f"{counted(len(description.tasks), 'lesson')}, {description.method} on "
+        f"{description.backbone.name}, "
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     made_on, pixels = description.backbone, description.pixels
@@ -305,8 +306,9 @@ def _print_learned(
     lines = [f"new: {new}; continued: {continued}"]
     if learned.accuracy is not None:
         lines.append(
-            f"on {learned.held_out} held-out images: {percent(learned.accuracy)} among all "
-            f"{len(classifier.classes_)} classes, {percent(learned.accuracy_own)} among its own; "
+            f"on {counted(learned.held_out, 'held-out image')}: {percent(learned.accuracy)} among "
+            f"all {counted(len(classifier.classes_), 'class')}, "
+            f"{percent(learned.accuracy_own)} among its own; "
             f"calibration error {percent(learned.calibration_error)}"
         )
     lines += [f"hint: {hint}" for hint in learned.hints]

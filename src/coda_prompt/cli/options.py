@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coda_prompt.cli.completion import complete_backbone, complete_method
+from coda_prompt.cli.completion import complete_backbone, complete_method, complete_preset
 from coda_prompt.console import Output
 from coda_prompt.errors import BadOption
 
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
 
-Model = Annotated[Path, typer.Argument(help="Model folder.")]
+
+def _model_folder(name: str) -> Path:
+    """Return the path of a model folder; an empty name would be the current folder."""
+    if not name.strip():
+        raise BadOption("the command", "model", "its name is empty; name the folder of a model")
+    if "://" in name:
+        raise BadOption("the command", "model", f"{name} is remote; a model is a local folder")
+    return Path(name)
+
+
+Model = Annotated[Path, typer.Argument(help="Model folder.", parser=_model_folder, metavar="model")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 SkipBad = Annotated[bool, typer.Option(help="Skip unreadable images instead of failing.")]
 Quiet = Annotated[
@@ -204,13 +214,19 @@ Picture = Annotated[
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV to standard output.")]
 Benchmark = Annotated[
     str | None,
-    typer.Argument(help="A preset, a YAML file, or the benchmark.json of an earlier run."),
+    typer.Argument(
+        help="A preset, a YAML file, or the benchmark.json of an earlier run.",
+        autocompletion=complete_preset,
+    ),
 ]
 ListPresets = Annotated[
     bool, typer.Option("--list", help="List the presets, what they measure and how long they take.")
 ]
 SweepBenchmark = Annotated[
-    str | None, typer.Argument(help="A preset or a YAML file. Default: the sweep's own.")
+    str | None,
+    typer.Argument(
+        help="A preset or a YAML file. Default: the sweep's own.", autocompletion=complete_preset
+    ),
 ]
 SweepField = Annotated[
     str,

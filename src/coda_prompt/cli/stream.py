@@ -8,7 +8,7 @@ import typer
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import join_names
+from coda_prompt.errors import counted, join_names
 
 app = typer.Typer()
 
@@ -64,7 +64,9 @@ def stream(
             arrivals = Arrivals(
                 classifier, model, folder, chunk, val, stop, on_event=progress.on_event
             )
+            lessons = 0
             for learned in arrivals.lessons(watch=watch, idle=idle, poll=every):
+                lessons += 1
                 if as_json:
                     console.print_json(dataclasses.asdict(learned), line=True)
                     continue
@@ -72,6 +74,14 @@ def stream(
                     join_names(names, 6) or "none" for names in (learned.new, learned.continued)
                 )
                 console.print_result(
-                    f"lesson {len(classifier.tasks_)}: {sum(learned.images.values())} images; "
+                    f"lesson {len(classifier.tasks_)}: "
+                    f"{counted(sum(learned.images.values()), 'image')}; "
                     f"new: {new}; continued: {continued}"
                 )
+        if not lessons and not stop():
+            name = console.decode_file_name(str(folder))
+            output.message(
+                f"{name}: no new image; images have to be in one folder for each class"
+                if classifier.classes_
+                else f"{name}: no image in it; images have to be in one folder for each class"
+            )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
@@ -13,7 +15,8 @@ from PIL import Image
 
 from coda_prompt.data.images import open_image
 from coda_prompt.data.sources import Source, Split
-from coda_prompt.errors import BadImage, MissingData, MissingExtra
+from coda_prompt.errors import BadImage, MissingData, MissingExtra, WrongType
+from coda_prompt.storage.hub import request_metadata
 
 PREFIX = "hub:"
 TEST_SPLITS = ("test", "validation")
@@ -35,7 +38,14 @@ class HubSplit(Split):
 
     def __init__(self, dataset: _Rows) -> None:
         self.name, self.rows, self.image_column = dataset.name, dataset.rows, dataset.image_column
-        self.labels = np.asarray(dataset.rows[dataset.label_column][:], np.int64)
+        labels = dataset.rows[dataset.label_column][:]
+        if any(isinstance(label, str) for label in labels):
+            rows = {name: row for row, name in enumerate(dataset.class_names)}
+            labels = [rows.get(label) for label in labels]
+        missing = next((at for at, row in enumerate(labels) if row is None or row < 0), None)
+        if missing is not None:
+            raise _unsuitable(self.name, f"image {missing} has no class")
+        self.labels = np.asarray(labels, np.int64)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         name = f"{self.name}[{index}]"
@@ -94,15 +104,27 @@ def stream_hub_splits(
     return train.class_names, (StreamedHubSplit(train), StreamedHubSplit(test))
 
 
+def is_dataset(data: object) -> bool:
+    """Return whether this is a `datasets.Dataset` or `IterableDataset`.
+
+    Raises:
+        WrongType: It is a `DatasetDict`, of which one split has to be chosen.
+    """
+    if isinstance(data, dict) and hasattr(data, "column_names"):
+        splits = ", ".join(f"data['{split}']" for split in data)
+        raise WrongType(data, "images", f"one of its splits ({splits})")
+    return hasattr(data, "features") and hasattr(data, "column_names")
+
+
 def split_from_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
-    """Make a split of a `datasets.Dataset`; returns it and its class names."""
-    dataset = _find_columns(name, rows)
+    """Make a split of a `datasets.Dataset` or `IterableDataset`; returns it and its class names."""
+    dataset = _find_columns(name, _indexable(name, rows))
     return HubSplit(dataset), dataset.class_names
 
 
 def image_files(name: str, rows: Any) -> list[bytes]:
-    """Return the image files of a `datasets.Dataset`, with or without a class column."""
-    column, encoded = _encoded_images(name, rows)
+    """Return the image files of a dataset, with or without a class column."""
+    column, encoded = _encoded_images(name, _indexable(name, rows))
     values = enumerate(encoded[column])
     return [_read_file(value, f"{name}[{number}]") for number, value in values]
 
@@ -112,31 +134,74 @@ def _load_dataset(name: str, **options: Any) -> Any:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise MissingExtra(f"{PREFIX}{name}", "datasets") from error
+    unreachable = None if Path(name).exists() else _network_problem(name)
     try:
-        return datasets.load_dataset(name, **options)
+        with _offline(datasets) if unreachable else contextlib.nullcontext():
+            return datasets.load_dataset(name, **options)
     except Exception as error:  # the package and the network raise many types
-        problem = f"the dataset could not be loaded ({error})"
+        problem = f"the dataset could not be loaded ({unreachable or error})"
         remedy = "Check its name (owner/dataset) and the network. Without a network, download it "
         remedy += "on another machine first."
         raise MissingData(f"{PREFIX}{name}", problem, remedy) from error
+
+
+def _network_problem(name: str) -> str | None:
+    """Return why the hub cannot be reached; None if it answers."""
+    from huggingface_hub import errors, hf_hub_url
+
+    try:
+        request_metadata(hf_hub_url(name, "README.md", repo_type="dataset"))
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        return None  # it answers, or the name is wrong: the package has a message for that
+    except Exception as error:  # noqa: BLE001 (of any HTTP library)
+        return f"the hub cannot be reached: {' '.join(str(error).split())}"
+    return None
+
+
+@contextlib.contextmanager
+def _offline(datasets: Any) -> Iterator[None]:
+    """Let the package use its cache at once: without a network it retries for 25 seconds."""
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _train_and_test(name: str, splits: Any) -> list[_Rows]:
     test = next((split for split in TEST_SPLITS if split in splits), None)
     if "train" not in splits or test is None:
         raise _unsuitable(name, "it does not have both splits train and test (or validation)")
-    return [_find_columns(f"{name}/{split}", splits[split]) for split in ("train", test)]
+    first, second = (_find_columns(f"{name}/{each}", splits[each]) for each in ("train", test))
+    return [first, second._replace(class_names=first.class_names)]
 
 
 def _find_columns(name: str, rows: Any) -> _Rows:
     datasets = importlib.import_module("datasets")
     features = rows.features or {}
-    classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    if not classes:
-        raise _unsuitable(name, "it does not have both an image and a class column")
-    label = max(classes, key=lambda key: features[key].num_classes)
     image, encoded = _encoded_images(name, rows)
-    return _Rows(name, encoded, image, label, tuple(features[label].names))
+    classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if classes:
+        label = max(classes, key=lambda key: features[key].num_classes)
+        return _Rows(name, encoded, image, label, tuple(features[label].names))
+    texts = [key for key, kind in features.items() if kind == datasets.Value("string")]
+    if len(texts) > 1 and "label" in texts:
+        texts = ["label"]
+    if len(texts) != 1 or not hasattr(rows, "__len__"):
+        problem = f"it has no class column (a ClassLabel) among {', '.join(features)}"
+        raise _unsuitable(name, f"{problem}; dataset.class_encode_column(NAME) makes one")
+    names = sorted({text for text in encoded[texts[0]] if text is not None})
+    return _Rows(name, encoded, image, texts[0], tuple(names))
+
+
+def _indexable(name: str, rows: Any) -> Any:
+    """Return a `datasets.Dataset`; the image files of an `IterableDataset` are read into it."""
+    if hasattr(rows, "__len__"):
+        return rows
+    datasets = importlib.import_module("datasets")
+    _, encoded = _encoded_images(name, rows)
+    return datasets.Dataset.from_list(list(encoded), features=encoded.features)
 
 
 def _encoded_images(name: str, rows: Any) -> tuple[str, Any]:

@@ -65,7 +65,7 @@ def image_items(data: Any, channels: Channels = "rgb") -> list[Any] | NDArray[An
         items = [data]
     elif isinstance(data, DataLoader):
         items = [item[0] for item in loader_items(data)]
-    elif hasattr(data, "features") and hasattr(data, "column_names"):
+    elif hf_datasets.is_dataset(data):
         items = hf_datasets.image_files("the dataset", data)
     elif isinstance(data, dict | set) or not hasattr(data, "__iter__"):
         raise WrongType(data, "images", IMAGES)
@@ -119,12 +119,15 @@ def local_path(name: Paths) -> Path:
     """Return the path that a path or `file://` URL names.
 
     Raises:
-        BadOption: It is a web address.
+        BadOption: It is a remote path.
     """
     text = os.fspath(name)
-    if text.startswith(("http://", "https://")):
-        problem = f"{text} is not downloaded; download the image and name the file"
-        raise BadOption("an image", "path", problem)
+    if "://" in text and not text.startswith("file://"):
+        problem = (
+            f"{text} is not downloaded; download it and name the local path. Remote images to "
+            "learn can be packed with 'coda shards' and named as shards:URL"
+        )
+        raise BadOption("the images", "path", problem)
     if text.startswith("file://"):
         text = url2pathname(urlsplit(text).path)
     return Path(text).expanduser()

@@ -351,7 +351,7 @@ def _leave_out_unreadable(
 
 def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
     """Open (image, label) pairs or a `datasets.Dataset`."""
-    if hasattr(data, "features") and hasattr(data, "column_names"):
+    if hf_datasets.is_dataset(data):
         return Labelled(*hf_datasets.split_from_rows("the dataset", data))
     inner = data
     if isinstance(data, DataLoader):

@@ -10,7 +10,7 @@ import numpy as np
 
 from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.data.sources import FileSplit
-from coda_prompt.errors import join_names
+from coda_prompt.errors import counted, join_names
 from coda_prompt.learner.network import Network
 
 FEW_IMAGES = 5
@@ -80,18 +80,24 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
             f"images are about {side:.0f} px, but the backbone expects {size} px: "
             "they are enlarged and have little detail"
         )
-    backbone, sampled = network.backbone_name.partition("@")[0], len(images.samples)
-    drawings = sum(sample.drawing for sample in images.samples)
-    others = {"pocket": sampled - drawings, "photo": drawings}.get(backbone, 0)
-    if others > MIXED * sampled:
+    if others := images_of_other_kind(network, images):
+        backbone = network.backbone_name.partition("@")[0]
         kind, trained_on, suited = OTHER_KIND[backbone]
         messages.append(
-            f"{others} of {sampled} sampled images look like {kind}, but '{backbone}' was trained "
-            f"on {trained_on}: for {kind} make a model with --backbone {suited}"
+            f"{others} of {len(images.samples)} sampled images look like {kind}, but '{backbone}' "
+            f"was trained on {trained_on}: for {kind} make a model with --backbone {suited}"
         )
     if checked is not None and not set(checked.names) & set(known):
         messages.append("none of the classes to check is known yet: nothing to forget")
     return messages
+
+
+def images_of_other_kind(network: Network, images: Labelled) -> int:
+    """Return how many sampled images the backbone is not for; 0 if they are few."""
+    sampled, drawings = len(images.samples), sum(sample.drawing for sample in images.samples)
+    backbone = network.backbone_name.partition("@")[0]
+    others = {"pocket": sampled - drawings, "photo": drawings}.get(backbone, 0)
+    return others if others > MIXED * sampled else 0
 
 
 def choose_backbone(samples: Sequence[Sample]) -> tuple[str, str]:
@@ -109,7 +115,8 @@ def summary(images: Labelled) -> str:
     smallest, largest = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1]))
     size = smallest if largest == smallest else f"{smallest} to {largest}"
     each = join_names([f"{name} {count}" for name, count in counts.items()], 12)
-    return f"{len(counts)} classes, {sum(counts.values())} images of {size} px: {each}"
+    classes, total = counted(len(counts), "class"), counted(sum(counts.values()), "image")
+    return f"{classes}, {total} of {size} px: {each}"
 
 
 def _similar_names(new: Sequence[str], known: Sequence[str]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from coda_prompt.errors import join_names
+from coda_prompt.errors import counted, join_names
 
 if TYPE_CHECKING:
     from coda_prompt.learner.store import Description, TaskRecord
@@ -34,7 +34,8 @@ def model_card(description: Description) -> str:
         "tags: [continual-learning, image-classification]",
         "---",
         "",
-        f"# Image classifier with {len(classes)} classes, learned in {len(tasks)} lessons",
+        f"# Image classifier with {counted(len(classes), 'class')}, learned in "
+        f"{counted(len(tasks), 'lesson')}",
         "",
         f"Method `{description.method}` on the frozen backbone `{description.backbone.name}`, "
         f"trained with coda-prompt {description.coda_prompt}. The file has only what was learned: "

@@ -169,7 +169,8 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
     taught = sum(task.images.get(taught_as, 0) for task in classifier.network.tasks)
     if sum(counts.values()) >= taught:
         raise errors.CannotEdit(
-            f"{taught_as} was taught with {taught} images, and {sum(counts.values())} would leave",
+            f"{taught_as} was taught with {errors.counted(taught, 'image')}, and "
+            f"{sum(counts.values())} would leave",
             "Use rename or merge-classes for a whole class.",
         )
     previous, known = classifier._model(), classifier.classes_
@@ -191,10 +192,8 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
             own = tokens if isinstance(state, UnknownDetector) else features
             own = hashes if isinstance(state, LearnedHashes) else own
             state.move_images(own, source, rows)
-    tasks = _relabelled(
-        classifier.network.tasks, taught_as, counts, new, classifier.network.method.temperature
-    )
-    what = f"relabelled {len(labels)} images of {taught_as}"
+    tasks = _relabelled(classifier.network.tasks, taught_as, counts, new)
+    what = f"relabelled {errors.counted(len(labels), 'image')} of {taught_as}"
     classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
     return counts
 
@@ -359,32 +358,26 @@ def _open_classes(classifier: EditableEstimator, states: Sequence[AdditiveState]
 
 
 def _relabelled(
-    tasks: Sequence[TaskRecord],
-    taught_as: str,
-    counts: Mapping[str, int],
-    new: Sequence[str],
-    temperature: float,
+    tasks: Sequence[TaskRecord], taught_as: str, counts: Mapping[str, int], new: Sequence[str]
 ) -> list[TaskRecord]:
-    """Return the records with images counted under other classes."""
+    """Return the records with images counted under other classes, in the newest lesson."""
     result, left = [], sum(counts.values())
     for task in tasks:
         moved = min(left, task.images.get(taught_as, 0))
         left -= moved
         images = {name: n - moved if name == taught_as else n for name, n in task.images.items()}
         result.append(task.model_copy(update={"images": images}))
-    record = TaskRecord(
-        date=_now(),
-        new=list(new),
-        continued=[name for name in counts if name not in new],
-        images=dict(counts),
-        held_out=0,
-        accuracy=None,
-        accuracy_own=None,
-        calibration_error=None,
-        temperature=temperature,
-        fitted_on=0,
-    )
-    return [*result, record]
+    *earlier, last = result
+    known = {*last.new, *last.continued, *new}
+    changes = {
+        "new": [*last.new, *new],
+        "continued": [*last.continued, *(name for name in counts if name not in known)],
+        "images": {
+            **last.images,
+            **{name: last.images.get(name, 0) + count for name, count in counts.items()},
+        },
+    }
+    return [*earlier, last.model_copy(update=changes)]
 
 
 def _check_free(classifier: EditableEstimator, name: str, own: Sequence[str]) -> None:

@@ -51,7 +51,21 @@ class Estimator:
         self.options = {**(options or {}), **more} if more else options
         self.training = {**(training or {}), **of_training} if of_training else training
         self._entry = find_method(method)
+        self._check_option_names()
         self._reset()
+
+    def _check_option_names(self) -> None:
+        """Check the names of options; their values are checked when the network is built."""
+        of_method, of_training = list(self._entry.type.Config.__dataclass_fields__), TRAINING_FIELDS
+        signature = inspect.signature(Estimator.__init__).parameters
+        own = [name for name in signature if name not in ("self", "more")]
+        for name in self.training or {}:
+            if name not in of_training:
+                raise errors.UnknownName("option", name, of_training, "the training")
+        for name in self.options or {}:
+            if name not in (*of_method, "removable"):
+                owner = f"ContinualClassifier with {self.method_name}"
+                raise errors.UnknownName("option", name, {*of_method, *of_training, *own}, owner)
 
     def _reset(self) -> None:
         """Forget everything that was learned."""
@@ -195,7 +209,8 @@ class Estimator:
             return f"nothing learned yet; {self.method_name} on {self.backbone}"
         names = errors.join_names(network.classes, MAX_CLASSES_SHOWN)
         return (
-            f"{len(network.classes)} classes in {len(network.tasks)} lessons, {self.method_name} "
+            f"{errors.counted(len(network.classes), 'class')} in "
+            f"{errors.counted(len(network.tasks), 'lesson')}, {self.method_name} "
             f"on {network.backbone_name}: {names}"
         )
 

@@ -20,10 +20,12 @@ DUPLICATE = 0.998
 SIMILAR = 6.0
 """Squared Mahalanobis distance of class means, less what sampling adds. Halves of one class have 0
 to 6, the closest classes of the pocket dataset 8 or more; 6 is an error of 11 % between the two."""
-MISLABELLED = 10.0
-"""Log-likelihood ratio of another class against its own class: 60 to 75 % of the pocket drawings
-above it are mislabelled if 5 % of all are (docs/lab/unknown.md)."""
-MAX_SHOWN = 5
+MISLABELLED, SMALL_LESSON, MISLABELLED_SMALL = 20.0, 300, 10.0
+"""Log-likelihood ratio of another class against its own class from which an image is suspicious.
+In lessons of fewer images the covariance is shrunk more, and ratios are smaller."""
+MIN_SHARE = 0.0075
+"""Lessons without wrong labels have fewer suspicious images (docs/lab/unknown.md)."""
+MAX_SHOWN, MAX_OF_A_GROUP = 5, 3
 
 
 def lesson_hints(
@@ -43,22 +45,36 @@ def lesson_hints(
         image_name: From the position of an image in the lesson to its name.
     """
     features, labels, hints = features.detach().cpu().double(), labels.cpu(), list[str]()
-    found: list[list[int]] = []
-    if len(features) <= MAX_COMPARED:
-        directions = F.normalize(features)
-        found = ((directions @ directions.T).triu(diagonal=1) > DUPLICATE).nonzero().tolist()
-    if found:
-        found.sort(key=lambda pair: bool(labels[pair[0]] == labels[pair[1]]))
+    groups = near_duplicates(features) if len(features) <= MAX_COMPARED else []
+    if groups:
+        groups.sort(key=lambda group: len(labels[group].unique()) == 1)
         shown = [
-            f"{image_name(first)} and {image_name(second)}"
-            + ("" if labels[first] == labels[second] else " (of different classes)")
-            for first, second in found[:MAX_SHOWN]
+            " and ".join(map(image_name, group[:MAX_OF_A_GROUP]))
+            + (f" and {len(group) - MAX_OF_A_GROUP} more" if len(group) > MAX_OF_A_GROUP else "")
+            + (" (of different classes)" if len(labels[group].unique()) > 1 else "")
+            for group in groups[:MAX_SHOWN]
         ]
-        more = f" and {len(found) - MAX_SHOWN} more pairs" if len(found) > MAX_SHOWN else ""
+        more = f"; and {len(groups) - MAX_SHOWN} more groups" if len(groups) > MAX_SHOWN else ""
         hints.append(f"near-duplicates: {'; '.join(shown)}{more}")
     if len(features) >= MIN_IMAGES:
         hints += _hints_of_distances(features, labels, names, before, image_name)
     return tuple(hints)
+
+
+def near_duplicates(features: Tensor) -> list[list[int]]:
+    """Return the positions of images that are nearly the same, each group in ascending order.
+
+    Images of a group are connected by pairs: the first and the last of a burst may differ more.
+    """
+    directions = F.normalize(features)
+    pairs = ((directions @ directions.T).triu(diagonal=1) > DUPLICATE).nonzero().tolist()
+    groups: dict[int, list[int]] = {}
+    for first, second in pairs:
+        mine, other = groups.get(first, [first]), groups.get(second, [second])
+        if mine is not other:
+            joined = sorted({*mine, *other})
+            groups |= dict.fromkeys(joined, joined)
+    return [group for first, group in sorted(groups.items()) if first == group[0]]
 
 
 def _hints_of_distances(
@@ -98,13 +114,16 @@ def _hints_of_distances(
     distances.scatter_(1, own[:, None], torch.inf)
     ratios = (distance - distances.amin(dim=1)) / 2
     ratios[counts[own] < 3] = -torch.inf
-    for index in ratios.argsort(descending=True)[:MAX_SHOWN].tolist():
-        if ratios[index] > MISLABELLED:
-            other = names[all_rows[int(distances[index].argmin())]]
-            hints.append(
-                f"{image_name(index)} looks like '{other}' and was taught as "
-                f"'{names[int(labels[index])]}'"
-            )
+    limit = MISLABELLED if len(features) >= SMALL_LESSON else MISLABELLED_SMALL
+    suspicious = int((ratios > limit).sum())
+    if suspicious < MIN_SHARE * len(features):
+        suspicious = 0
+    for index in ratios.argsort(descending=True)[: min(suspicious, MAX_SHOWN)].tolist():
+        other = names[all_rows[int(distances[index].argmin())]]
+        hints.append(
+            f"{image_name(index)} looks like '{other}' and was taught as "
+            f"'{names[int(labels[index])]}'"
+        )
     sampled = noise * (1 / counts[:, None] + 1 / all_counts.clamp(min=1))
     apart = _squared_distances(means, all_means, precision) - sampled
     for first, second in (apart < SIMILAR).nonzero().tolist():

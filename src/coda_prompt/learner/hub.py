@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from coda_prompt.errors import HubError
+from coda_prompt.errors import HubError, counted
 from coda_prompt.learner.store import MODEL, Model, copies, encode_model
 
 
@@ -48,7 +48,7 @@ def upload_model(
         commit = api.create_commit(
             name,
             [CommitOperationAdd(path, content) for path, content in files.items()],
-            commit_message=f"{len(model.description.classes)} classes",
+            commit_message=counted(len(model.description.classes), "class"),
         )
     except Exception as error:  # without a network, the error of whichever HTTP library is used
         raise HubError(name, "uploaded", error) from error

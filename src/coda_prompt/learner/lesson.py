@@ -16,6 +16,7 @@ from coda_prompt.data.resolve import Labelled
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.data.stream import Samples, Task
 from coda_prompt.learner import calibration
+from coda_prompt.learner.advice import images_of_other_kind
 from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
 from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.network import Network
@@ -148,9 +149,11 @@ def teach(
         record = record.model_copy(update={"watched": watched_accuracy(before, after)})
     names = [*known, *record.new]
     class_tokens = tokens[0][:, : network.method.vit_config.width]
-    hints = lesson_hints(
-        class_tokens, labels, names, detector, lambda at: images.name(positions[at])
-    )
+    hints: tuple[str, ...] = ()
+    if not images_of_other_kind(network, images):  # else features say little about the images
+        hints = lesson_hints(
+            class_tokens, labels, names, detector, lambda at: images.name(positions[at])
+        )
     if len(hashes.rows) if find_duplicates is None else find_duplicates:
         hashes, repeated = hashes.learned(images, names)
     # Assigned at the end: if anything above fails, the network is as before.

@@ -196,7 +196,7 @@ class Predictor:
             rule: When the image is unknown.
             typicality: How typical the image is; needed if the rule has a rate.
         """
-        values, rows = probabilities.topk(min(max(1, top), len(self.classes)))
+        values, rows = probabilities.topk(min(top, len(self.classes)))
         candidates = tuple(
             Candidate(self.classes[row], value)
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
@@ -252,8 +252,10 @@ class Predictor:
 
         Raises:
             BadImages: Images of a batch that cannot be read, if there is no `on_bad`.
-            BadOption: The model cannot apply the rule.
+            BadOption: The model cannot apply the rule, or `top` is not positive.
         """
+        if top < 1:
+            raise BadOption("the prediction", "top", f"{top} is less than 1")
         self.check(rule)
         asked, classes = rule.rate is not None, len(self.classes)
         for indices, views in self._batches(

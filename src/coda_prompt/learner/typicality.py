@@ -187,6 +187,7 @@ class UnknownScorer(nn.Module):
     spread: Tensor
     depth: Tensor
     histogram: Tensor
+    shares: Tensor
 
     def __init__(
         self,
@@ -203,6 +204,7 @@ class UnknownScorer(nn.Module):
         projection = _projection(moments.sums.frozen.shape[1]) if like is None else like.projection
         self.register_buffer("projection", projection)
         self.register_buffer("histogram", histogram.double())
+        self.register_buffer("shares", _shares(self.histogram))
         if like is None:
             sampled = self.measures(self.plain.sample_classes())
             center, spread = sampled.mean(dim=0), sampled.std(dim=0).clamp(min=1e-12)
@@ -236,14 +238,15 @@ class UnknownScorer(nn.Module):
         return measures @ (weights / weights.abs().sum()) / self.depth
 
     def typicality(self, scores: Tensor) -> Tensor:
-        """Return the share of images of known classes whose score is not above each of `scores`.
+        """Return the share of images of known classes whose score is below each of `scores`.
 
-        Counted as in conformal prediction, (1 + lower scores) / (1 + images): an image of a known
-        class is below a rate r with a probability of at most r.
+        As in conformal prediction, the scores of n images divide all scores into n + 1 intervals,
+        and a new image of a known class is equally likely in each of them. Within an interval the
+        share is interpolated, so that it is below a rate r with a probability of r, however few
+        images there are.
         """
         position = _squashed(scores)[:, None] * BINS - torch.arange(BINS).to(scores)
-        below = (position.clamp(0, 1) * self.histogram).sum(dim=1)
-        return (1 + below) / (1 + self.histogram.sum())
+        return (position.clamp(0, 1) * self.shares).sum(dim=1)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the typicality of images from `ViT.plain_tokens`, B."""
@@ -272,6 +275,15 @@ class UnknownScorer(nn.Module):
                 f"the classes of this model have {int(self.histogram.sum())} that are not alone in "
                 "their class; learn more images, raise --unknown-rate, or use --unknown-below",
             )
+
+
+def _shares(histogram: Tensor) -> Tensor:
+    """Spread each count of a histogram, and one at its end, over the empty bins before it."""
+    counts = histogram.clone()
+    counts[-1] += 1
+    filled = counts.nonzero()[:, 0]
+    widths = filled.diff(prepend=filled.new_tensor([-1]))
+    return (counts[filled] / widths).repeat_interleave(widths) / counts.sum()
 
 
 def images_needed(rate: float) -> int:

@@ -41,9 +41,8 @@ PREFIX = "unknown."
 """Begins the names of the detector's tensors in a model."""
 DEFAULT_RATE = 0.05
 """Share of images of known classes that `auto` rejects by mistake."""
-FOLDS = 20
-"""With fewer folds, each score is computed without more images, and fewer images are rejected than
-the rate says."""
+FOLDS = 10
+"""Of the images of a class. What their number changes is corrected (`_add`)."""
 
 
 @dataclass(frozen=True)
@@ -219,27 +218,48 @@ class UnknownDetector(nn.Module):
             self._add(*lesson)
 
     def _add(self, features: Tensor, labels: Tensor, classes: int) -> None:
-        """Add the images of a lesson, and the scores each has without the images of its fold."""
+        """Add the images of a lesson, and the scores that new images like them would have.
+
+        An image is scored without the images of its fold. Such a score is too low: the statistics
+        have fewer images than those that score new images. The image is therefore scored without
+        two folds too, and its score is extrapolated to all images, linearly in 1 / images of its
+        class, as the variance of a mean.
+        """
         self.grow(classes)
-        moments, hidden, prior = self.moments, self.hidden, self.prior
-        moments.add(features, labels)
-        randoms = features[:, :0] if hidden is None else random_features(features)
-        if hidden is not None:
-            hidden.add(randoms, labels)
-        folds, scores = _folds(labels), self.scores.frozen
-        scorer = UnknownScorer(moments, hidden, scores.sum(dim=0), prior)
-        for fold in folds.unique().tolist():
-            inside, hidden_rest = folds == fold, None
-            rest = _without(moments, features[inside], labels[inside])
-            if hidden is not None:
-                hidden_rest = _without(hidden, randoms[inside], labels[inside])
+        self.moments.add(features, labels)
+        randoms = features[:, :0] if self.hidden is None else random_features(features)
+        if self.hidden is not None:
+            self.hidden.add(randoms, labels)
+        full = UnknownScorer(self.moments, self.hidden, self.histogram(), self.prior)
+
+        def scores_without(left_out: Tensor, scored: Tensor) -> Tensor:
+            rest, hidden = _without(self.moments, features[left_out], labels[left_out]), None
+            if self.hidden is not None:
+                hidden = _without(self.hidden, randoms[left_out], labels[left_out])
+            scorer = UnknownScorer(rest, hidden, full.histogram, self.prior, like=full)
+            return scorer.standardised(features[scored])
+
+        folds, used = _folds(labels)
+        counts = self.moments.counts.frozen.double()
+        histogram = self.scores.frozen
+        for fold in range(int(used.max())):
+            one = folds == fold
+            two = one | ((fold < used[labels]) & (folds == (fold + 1) % used[labels]))
+            left = [counts - torch.bincount(labels[each], minlength=classes) for each in (one, two)]
             # an image whose class has no other image says nothing about known images
-            inside &= rest.counts.frozen[labels] > 0
-            if inside.any():
-                scorer = UnknownScorer(rest, hidden_rest, scores.sum(dim=0), prior, scorer)
-                bins = histogram_bins(scorer.standardised(features[inside]))
-                scores = scores.index_add(0, labels[inside], F.one_hot(bins, BINS))
-        self.scores.frozen = scores
+            scored = one & (left[0][labels] > 0)
+            if not scored.any():
+                continue
+            rows = labels[scored]
+            all_images, without_one, without_two = (each[rows] for each in (counts, *left))
+            scores = scores_without(one, scored)
+            change = (all_images - without_one) / (without_one - without_two).clamp(min=1)
+            change = change * without_two / all_images
+            if change.any():  # else a class has no image without two folds
+                scores = scores + change * (scores - scores_without(two, scored))
+            bins = F.one_hot(histogram_bins(scores), BINS)
+            histogram = histogram.index_add(0, rows, bins)
+        self.scores.frozen = histogram
 
 
 def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> FeatureMoments:
@@ -252,10 +272,14 @@ def _without(moments: FeatureMoments, features: Tensor, labels: Tensor) -> Featu
     return reduced
 
 
-def _folds(labels: Tensor) -> Tensor:
-    """Return the fold of each image; the images of a class are spread evenly over the folds."""
-    folds = torch.zeros_like(labels)
+def _folds(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread the images of each class evenly over folds.
+
+    Returns:
+        The fold of each image, and the number of folds of each class, which may be 0.
+    """
+    folds, used = torch.zeros_like(labels), torch.bincount(labels).clamp(max=FOLDS)
     for row in labels.unique().tolist():
         members = (labels == row).nonzero()[:, 0]
         folds[members] = torch.arange(len(members)) % FOLDS
-    return folds
+    return folds, used

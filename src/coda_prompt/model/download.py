@@ -10,18 +10,16 @@ import json
 import logging
 import os
 import re
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coda_prompt.errors import BackboneUnavailable, CorruptFile, HashMismatch
 from coda_prompt.storage.files import file_sha256, write_atomically
+from coda_prompt.storage.hub import request_metadata
 
 log = logging.getLogger(__name__)
 
 PINS_FILE = "coda-prompt-backbones.json"
-MAX_WAIT = 2.5
-"""Seconds to wait for the hub's first answer."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def _download(
         cached = try_to_load_from_cache(repository, file, cache, revision)
         if isinstance(cached, str):
             return Path(cached)
-        _check_reachable(url)
+        request_metadata(url)
         return Path(
             hf_hub_download(repository, file, revision=revision, cache_dir=cache, endpoint=endpoint)
         )
@@ -98,34 +96,6 @@ def _download(
                 f"; to use another commit than the pinned one, remove its entry from {pins_file}"
             )
         raise BackboneUnavailable(name, url, repository_folder, cause) from error
-
-
-def _check_reachable(url: str) -> None:
-    """Request a file's metadata once: without a network, hf_hub_download retries for 25 seconds.
-
-    In a thread, because the name lookup has no timeout.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata
-
-    outcome: list[Exception | None] = []
-    configured = constants.HF_HUB_ETAG_TIMEOUT
-    timeout = MAX_WAIT if configured == constants.DEFAULT_ETAG_TIMEOUT else configured
-
-    def request() -> None:
-        try:
-            get_hf_file_metadata(url, timeout=timeout)
-        except Exception as error:  # noqa: BLE001 (raised below)
-            outcome.append(error)
-        else:
-            outcome.append(None)
-
-    thread = threading.Thread(target=request, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if not outcome:
-        raise TimeoutError(f"no answer within {timeout:g} s; HF_HUB_ETAG_TIMEOUT sets this time")
-    if outcome[0] is not None:
-        raise outcome[0]
 
 
 def _summary(error: BaseException) -> str:

@@ -104,8 +104,11 @@ def convert_checkpoint(source: Path, target: Path) -> None:
     except FileNotFoundError as error:
         raise MissingData(source, "file not found", "Check the path of the checkpoint.") from error
     except Exception as error:  # damaged files raise anything
-        problem = f"cannot be read as weights ({str(error).splitlines()[0]})"
-        raise CorruptFile(source, problem) from error
+        problem = "cannot be read: it is not a PyTorch checkpoint"
+        if "GLOBAL" in str(error):
+            problem = "cannot be read: it has Python objects that are no tensors"
+        remedy = "Name a file with weights only: torch.save(model.state_dict(), PATH)."
+        raise CorruptFile(source, problem, remedy) from error
     while isinstance(content, Mapping) and not any(name.endswith("cls_token") for name in content):
         inner = [content[key] for key in CHECKPOINT_ENTRIES if key in content]
         content = inner[0] if inner else None
