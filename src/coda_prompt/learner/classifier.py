@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from lightning_fabric import Fabric
 from numpy.typing import NDArray
 
 from coda_prompt import errors, methods
@@ -32,11 +31,11 @@ from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.queries import QueryMode
+from coda_prompt.training.settings import QueryMode
 from coda_prompt.training.snapshot import restored_on_error
 
 if TYPE_CHECKING:
+    from lightning_fabric import Fabric
     from typing_extensions import Self
 
 
@@ -161,6 +160,8 @@ class ContinualClassifier(EditableEstimator):
             print(learned.accuracy, learned.forgotten)
             ```
         """
+        from coda_prompt.training.engine import Engine  # slow to import
+
         started = time.perf_counter()
         if watch is not None:
             errors.warn_renamed("learn(watch=...)", "learn(check=...)")

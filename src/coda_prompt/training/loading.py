@@ -17,7 +17,7 @@ from coda_prompt.data.images import (
     training_view,
     view_generator,
 )
-from coda_prompt.data.stream import Samples
+from coda_prompt.data.samples import Samples
 from coda_prompt.errors import CodaError, ProcessDied
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.seeding import keyed_generator

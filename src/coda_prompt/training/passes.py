@@ -21,6 +21,7 @@ from coda_prompt.methods import Method
 from coda_prompt.model.vit import Images
 from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
 from coda_prompt.training.loading import Batch, Views, batches
+from coda_prompt.training.local import LocalDevice
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
 
@@ -55,13 +56,15 @@ class Passes:
         views: Views,
         training: Training | None = None,
         *,
-        fabric: Fabric | None = None,
+        fabric: Fabric | LocalDevice | None = None,
         on_event: Callable[[Event], object] = lambda event: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.views = views
         self.training = training or Training()
-        self.fabric = fabric or Devices().fabric()
+        if not isinstance(fabric, Fabric):
+            fabric = Devices("auto" if fabric is None else fabric.device.type).fabric()
+        self.fabric: Fabric = fabric
         self.precision = str(self.fabric.strategy.precision.precision)
         if self.precision not in PRECISIONS:
             problem = f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}"

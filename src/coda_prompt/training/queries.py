@@ -6,18 +6,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coda_prompt.data.stream import Samples
+from coda_prompt.data.samples import Samples
 from coda_prompt.methods import Method
 from coda_prompt.model.vit import Images, ViT
 from coda_prompt.training.loading import PLAIN_VIEW, TEST_VIEW, Batch
-
-QueryMode = Literal["exact", "cached"]
+from coda_prompt.training.settings import QueryMode
 
 
 @dataclass
