@@ -282,7 +282,9 @@ class Passes:
         for batch in (
             _without_images(samples, order)
             if known
-            else batches(samples, self.views, order, workers=workers, dtype=self.dtype)
+            else batches(
+                samples, self.views, order, workers=workers, dtype=self.dtype, read_ahead=True
+            )
         ):
             if self.should_stop():
                 raise Interrupted
