@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from coda_prompt.bench.config import load_benchmark
@@ -58,3 +62,30 @@ def test_fast_says_what_it_does_and_takes_no_other_queries() -> None:
     done = CliRunner().invoke(app, ["bench", "pocket", "--fast", "--queries", "cached"])
     assert isinstance(done.exception, BadOption)
     assert "--fast computes exact ones" in str(done.exception)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes of two drawings."""
+    random = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(2):
+            pixels = random.integers(0, 256, (28, 28), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    return tmp_path / "images"
+
+
+def test_a_fast_lesson_says_how_many_views_it_has(folder: Path, tmp_path: Path) -> None:
+    arguments = ["learn", str(tmp_path / "model"), str(folder), "--backbone", "pocket", "--fast"]
+    done = CliRunner().invoke(app, [*arguments, "--method", "coda-p", "--epochs", "1"])
+    assert done.exit_code == 0, done.output
+    assert "--fast: 1 view per image, each with one query" in done.output
+
+
+def test_a_closed_form_has_nothing_to_train_fast(folder: Path, tmp_path: Path) -> None:
+    arguments = ["learn", str(tmp_path / "model"), str(folder), "--backbone", "pocket", "--fast"]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, BadOption)
+    assert "ranpac has nothing to train" in str(done.exception)
+    assert not (tmp_path / "model").exists()
