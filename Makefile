@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo serve lint types test test-slow bench docs package clean
+.PHONY: install demo serve lint types test test-slow bench bench-tables docs package clean
 
 install: $(VENV)/.installed
 
@@ -55,9 +55,16 @@ package: install
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
+# Fails if a training step is slower than the committed baseline; on idle cores, two minutes.
 bench: install
+	$(BIN)/python benchmarks/regression.py
+
+# The tables of docs/lab/performance.md, on idle cores.
+bench-tables: install
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/tasks.py
+	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/lesson_time.py
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -115,5 +115,7 @@ def test_two_processes_equal_one(
     two = two_processes[f"{precision}/{name}"]
     check(name, two, one, precision)
     if METHODS[name].type.closed_form and precision == "32-true":
-        # Both fit one table of features, whose rows come from either rank unchanged.
-        assert [key for key in one if key != "matrix" and not torch.equal(two[key], one[key])] == []
+        # Sums of each rank's images are reduced: equal but for their order (measured: 1.6e-7).
+        for key in one.keys() - {"matrix"}:
+            check_learned(key, two[key], one[key], 1e-6)
+        assert torch.equal(two["matrix"].nan_to_num(), one["matrix"].nan_to_num())

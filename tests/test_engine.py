@@ -46,6 +46,7 @@ from coda_prompt.methods import Loss, Method, TrainingBatch
 from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights
 from coda_prompt.methods.options import make_config
+from coda_prompt.methods.sums import TaskSums
 from coda_prompt.model.vit import Images, StartedPass
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.engine import Engine
@@ -723,11 +724,11 @@ def test_buffers_changed_in_place_are_restored() -> None:
     engine.learn(method, first)
     sums = method.sums.frozen.clone()
 
-    def fit(features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+    def add_sums(sums: TaskSums) -> None:
         method.sums.frozen.add_(1)
         raise KeyboardInterrupt
 
-    method.fit = fit  # type: ignore[method-assign]
+    method.add_sums = add_sums  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         engine.learn(method, second)
     assert torch.equal(method.sums.frozen, sums)

@@ -20,6 +20,7 @@ from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.coda import CodaConfig
 from coda_prompt.methods.options import make_config
 from coda_prompt.training.devices import Precision
+from coda_prompt.training.fast import fast_views
 from coda_prompt.training.settings import Training
 
 Override = str | tuple[tuple[str, ...], Any]
@@ -92,6 +93,9 @@ class Benchmark(Section):
     one_stage: bool = False
     """Take queries from the first blocks of the prompted pass, whose prompts then start one block
     later (option `query` of the prompt methods)."""
+    fast: bool = False
+    """Train with one augmented view for every five epochs, whose query is computed once: exact
+    queries at nearly the cost of cached ones."""
     training: dict[str, Any] = {}
     """Fields of `Training` for every method; a method's own section overrides them."""
     demo: tuple[str, ...] = ()
@@ -128,7 +132,12 @@ class Benchmark(Section):
             problem = "each trial has its own seed; set first_seed instead"
             raise BadOption(f"benchmark {self.name}", "training.seed", problem)
         fields = {**protocol, **self.training, **own, "seed": seed}
-        return make_config(Training, f"the training of benchmark {self.name}", fields)
+        what = f"the training of benchmark {self.name}"
+        training = make_config(Training, what, fields)
+        if not self.fast:
+            return training
+        views = fields.get("views") or fast_views(training.epochs)
+        return make_config(Training, what, {**fields, "queries": "exact", "views": views})
 
     def resolved(self, names: Iterable[str]) -> Benchmark:
         """Return the benchmark with these rows only and every option and default written out."""
@@ -139,6 +148,7 @@ class Benchmark(Section):
             own = {"options": asdict(self.method_config(name)), "training": training}
             sections[name] = MethodSection(method=self.method_of(name), **own)
         emptied: dict[str, Any] = {"training": {}, "protocol": None, "one_stage": False, "demo": ()}
+        emptied["fast"] = False
         return self.model_copy(update={"methods": sections, **emptied})
 
 

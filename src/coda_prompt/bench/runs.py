@@ -19,7 +19,7 @@ CONFIG, ENVIRONMENT, RESULT = "config.json", "environment.json", "result.json"
 CHECKPOINTS = "checkpoints"
 EXCLUDED_FIELDS = {
     "methods", "training", "trials", "first_seed", "demo", "data", "lists", "classes", "protocol",
-    "one_stage", "minutes",
+    "one_stage", "fast", "minutes",
 }  # fmt: skip
 """Benchmark fields a run's configuration leaves out: it contains what they resolve to, or they do
 not affect its numbers."""

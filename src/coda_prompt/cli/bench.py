@@ -35,6 +35,7 @@ def bench(
     validation: options.UseValidation = False,
     queries: options.Queries = None,
     views: options.Views = None,
+    fast: options.Fast = False,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
     *,
@@ -57,6 +58,10 @@ def bench(
         raise BadOption("coda bench", "benchmark", "name a preset (see --list) or a YAML file")
     if validation:
         overrides.append((("stream", "validation"), True))
+    if fast:
+        if queries is not None:
+            raise BadOption("coda bench", "queries", "--fast computes exact ones; leave it out")
+        overrides[:0] = _fast_overrides(run, views)
     if views is not None:
         overrides.append((("training", "views"), views))
     if queries == "one-stage":
@@ -168,6 +173,16 @@ def _print_presets(as_json: bool) -> None:
         for row in rows
     ]
     stdout_console().print(table(heads, cells))
+
+
+def _fast_overrides(run: "launcher.RunOptions", views: int | None) -> "list[config.Override]":
+    """Return the fields that `--fast` sets, and say so; other options override them."""
+    from coda_prompt.training.fast import EPOCHS_PER_VIEW, describe_fast, fast_precision
+
+    precision = fast_precision(run.devices.accelerator)
+    count = f"{views} views" if views else f"one view for every {EPOCHS_PER_VIEW} epochs"
+    stderr_console().print(describe_fast(count, precision))
+    return [(("fast",), True), (("precision",), precision)]
 
 
 def _print_results(

@@ -42,6 +42,7 @@ def learn(
     removable: options.Removable = False,
     epochs: options.Epochs = None,
     queries: options.Queries = None,
+    fast: options.Fast = False,
     val: options.Validation = 0.2,
     check: options.Check = None,
     find_duplicates: options.FindDuplicates = None,
@@ -62,10 +63,15 @@ def learn(
     from coda_prompt.learner.classifier import load_or_create
     from coda_prompt.learner.feedback import LearnerProgress
     from coda_prompt.shutdown import ShutdownFlag
+    from coda_prompt.training.fast import fast_precision
 
     if watch is not None:
         console.print_message("--watch is called --check now; the next version removes it")
         check = watch
+    if fast and queries is not None:
+        raise BadOption("coda learn", "queries", "--fast computes exact ones; leave it out")
+    if fast and precision is None:
+        precision = fast_precision(devices.accelerator)
     devices = dataclasses.replace(devices, precision=precision or "32-true")
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
@@ -82,6 +88,7 @@ def learn(
             _finish_saving(model, writes=rank_zero)
             return
         _print_lesson(classifier, images, checked, epochs, output)
+        views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         stack.enter_context(stop.handling_signals())
         with LearnerProgress(output.quiet) as progress:
             learned = classifier.learn(
@@ -89,7 +96,8 @@ def learn(
                 validation=val,
                 check=checked,
                 epochs=epochs,
-                queries=None if queries == "one-stage" else queries,
+                queries="exact" if fast else None if queries == "one-stage" else queries,
+                views=views,
                 find_duplicates=find_duplicates,
                 progress=model / store.PROGRESS,
                 stop=stop,
@@ -288,6 +296,21 @@ def _print_lesson(
     seconds = 0.0 if output.quiet else estimate_seconds(classifier.network, images, epochs)
     if seconds >= LONG_LESSON:
         output.message(f"this will take about {console.duration(seconds)}")
+
+
+def _fast_views(
+    classifier: "ContinualClassifier", epochs: int | None, precision: str, output: console.Output
+) -> int:
+    """Return the number of views of `--fast`, and print what it does."""
+    from coda_prompt.training.fast import describe_fast, fast_views
+
+    network = classifier.network
+    if network.method.closed_form:
+        problem = f"{classifier.method_name} has nothing to train; leave it out"
+        raise BadOption("coda learn", "fast", problem)
+    views = fast_views(epochs or network.training.epochs)
+    output.message(describe_fast(f"{views} view{'s' if views > 1 else ''}", precision))
+    return views
 
 
 def _print_learned(

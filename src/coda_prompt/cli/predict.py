@@ -52,8 +52,8 @@ def predict(
     --watch and --camera run until Ctrl-C and print a line for each image; with --json, one JSON
     object per line.
     """
-    from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.feedback import LearnerProgress
+    from coda_prompt.learner.saving import SavedEstimator  # imports less than the classifier
     from coda_prompt.learner.unknown import UnknownRule
 
     rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
@@ -62,7 +62,7 @@ def predict(
     if sum((bool(images), watch is not None, camera is not None)) > 1:
         problem = "name images, or use --watch or --camera; not several of them"
         raise BadOption("coda predict", "images", problem)
-    classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
+    classifier = SavedEstimator.load(model, backbone=backbone, method=method, device=device)
     answer: dict[str, Any] = {"top": top, "rule": rule}
     if watch is not None or camera is not None:
         rows = _live_rows(classifier.predictor, watch, camera, every, answer, output)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 from PIL import Image
 
@@ -219,6 +218,8 @@ def _read_file(value: Any, name: str) -> bytes:
     try:
         if value["bytes"] is not None:
             return bytes(value["bytes"])
+        import fsspec  # slow to import
+
         with fsspec.open(value["path"], "rb") as file:
             return file.read()
     except Exception as error:  # a missing image, or any error of a disk or network

@@ -97,6 +97,7 @@ def open_image(
         raise BadImage(path, "the file is empty")
     try:
         opened = io.BytesIO(file) if isinstance(file, bytes) else file
+        Image.preinit()  # else a format before the file's own loads the decoders of all formats
         formats = (*FORMATS, "HEIF") if supports_heic() else FORMATS
         with Image.open(opened, formats=formats) as image:
             size = image.size

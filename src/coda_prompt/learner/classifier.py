@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from lightning_fabric import Fabric
 from numpy.typing import NDArray
 
 from coda_prompt import errors, methods
@@ -32,11 +31,11 @@ from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.queries import QueryMode
+from coda_prompt.training.settings import QueryMode
 from coda_prompt.training.snapshot import restored_on_error
 
 if TYPE_CHECKING:
+    from lightning_fabric import Fabric
     from typing_extensions import Self
 
 
@@ -114,6 +113,7 @@ class ContinualClassifier(EditableEstimator):
         channels: Channels = "rgb",
         epochs: int | None = None,
         queries: QueryMode | None = None,
+        views: int | None = None,
         find_duplicates: bool | None = None,
         progress: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
@@ -137,6 +137,7 @@ class ContinualClassifier(EditableEstimator):
             channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
             epochs: Passes over the images, for this lesson only.
             queries: Where prompt queries come from, for this lesson only.
+            views: Augmented views per image, reused, for this lesson only.
             find_duplicates: Name images that resemble one of an earlier lesson that had this
                 option. Stores a hash of 15 bytes of each image of this lesson in the model.
                 Default: as in the lessons before.
@@ -161,6 +162,8 @@ class ContinualClassifier(EditableEstimator):
             print(learned.accuracy, learned.forgotten)
             ```
         """
+        from coda_prompt.training.engine import Engine  # slow to import
+
         started = time.perf_counter()
         if watch is not None:
             errors.warn_renamed("learn(watch=...)", "learn(check=...)")
@@ -169,8 +172,9 @@ class ContinualClassifier(EditableEstimator):
         chosen = self.choose_backbone(images) if self.backbone == AUTO else None
         network, fabric = self.network, self.network.fabric
         training = network.training
-        if epochs is not None or queries is not None:
-            training = lesson_training(network, {"epochs": epochs, "queries": queries})
+        if any(option is not None for option in (epochs, queries, views)):
+            options = {"epochs": epochs, "queries": queries, "views": views}
+            training = lesson_training(network, options)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         warnings = advice.warnings(network, images, checked)
         shown = self.verbose and fabric.global_rank == 0

@@ -28,7 +28,6 @@ from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
-from coda_prompt.training.engine import Engine
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
@@ -173,6 +172,8 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
             f"{sum(counts.values())} would leave",
             "Use rename or merge-classes for a whole class.",
         )
+    from coda_prompt.training.engine import Engine  # slow to import
+
     previous, known = classifier._model(), classifier.classes_
     new = [name for name in images.names if name not in known]
     names = [*known, *new]

@@ -8,17 +8,16 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_fabric import Fabric
-
 from coda_prompt import errors, methods
 from coda_prompt.learner.card import TASK_HEADS, task_rows
 from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.training.devices import Devices
+from coda_prompt.training.local import find_device
 
 if TYPE_CHECKING:
+    from lightning_fabric import Fabric
     from typing_extensions import Self
 
 DEFAULT_METHOD = "ranpac"
@@ -142,7 +141,7 @@ class Estimator:
 
     def _build(self, backbone: str | LoadedBackbone) -> Network:
         """Load a backbone and make the method on it, with nothing learned."""
-        fabric = self.fabric or Devices(self.device).fabric()
+        fabric = self.fabric or find_device(self.device)
         return Network(backbone, self._entry, self.options or {}, self.training or {}, fabric)
 
     @property

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from coda_prompt import console
 from coda_prompt.errors import CodaWarning
-from coda_prompt.learner import advice
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
@@ -64,5 +63,7 @@ def warn(messages: Iterable[str], stacklevel: int = 3) -> None:
 
 def announce(backbone: str, images: Labelled, messages: Iterable[str]) -> None:
     """Log what `learn` is about to learn, and warn its caller about the images."""
+    from coda_prompt.learner import advice  # slow to import, and predictions need none
+
     LOGGER.info("%s; %s", backbone, advice.summary(images))
     warn(messages, stacklevel=4)

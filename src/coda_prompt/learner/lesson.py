@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from coda_prompt.methods.options import make_config
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Training
+
+if TYPE_CHECKING:
+    from coda_prompt.training.engine import Engine
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
 NOT_IDENTIFYING = {"watched", "files", "predictions"}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric import Fabric
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -28,6 +27,11 @@ from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.loading import Views
 from coda_prompt.training.settings import Training
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+    from coda_prompt.training.local import LocalDevice
 
 MAX_PROJECTION = 2048
 """Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
@@ -58,7 +62,7 @@ class Network:
         entry: methods.Entry,
         options: Mapping[str, Any],
         training: Mapping[str, Any],
-        fabric: Fabric,
+        fabric: Fabric | LocalDevice,
     ) -> None:
         self.entry, self.fabric = entry, fabric
         self.backbone = load_backbone(backbone) if isinstance(backbone, str) else backbone

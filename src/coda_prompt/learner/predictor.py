@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_fabric import Fabric
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -27,6 +26,11 @@ from coda_prompt.methods import Method
 from coda_prompt.model.vit import Images
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.settings import Event
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+    from coda_prompt.training.local import LocalDevice
 
 OnEvent = Callable[[Event], object]
 
@@ -86,7 +90,7 @@ class Predictor:
     """Class names in the order of the method's logits."""
     temperature: float
     """Divides the logits before they become probabilities."""
-    fabric: Fabric
+    fabric: Fabric | LocalDevice
     """Device and precision. With several processes, all of them must make the same calls: each
     computes its share of a batch, and all receive every result."""
     detector: UnknownDetector | None = None

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fabric import Fabric
-
 from coda_prompt import errors
 from coda_prompt.learner import loading, store
 from coda_prompt.learner.estimator import Estimator
 from coda_prompt.learner.store import EditRecord, TaskRecord
 from coda_prompt.learner.versions import History
 from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.training.checkpointing import Checkpointer
 
 if TYPE_CHECKING:
+    from lightning_fabric import Fabric
     from typing_extensions import Self
+
+    from coda_prompt.training.checkpointing import Checkpointer
 
 
 class SavedEstimator(Estimator):

@@ -9,7 +9,8 @@ The engine drives a method; a method never touches files, devices or optimizers:
         end_stage(stage)
     conclude(batches)              a statistics pass, if `concludes_on` asks for one
     fit(features, queries, labels) on all images of the task, if `fits`; before the first stage on
-                                   generated data, if there is one
+                                   generated data, if there is one. A method whose `task_sums`
+                                   returns sums gets them instead: `add_sums(sums)`
     end_task()
 
 State that grows by task is in banks: frozen between tasks, open rows are parameters. Class labels
@@ -35,6 +36,7 @@ from coda_prompt.methods.bank import Bank, upgrade_format1
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT, check_prompts
 from coda_prompt.methods.stages import Stage, TrainingBatch
+from coda_prompt.methods.sums import TaskSums
 from coda_prompt.model.vit import Images, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
@@ -187,13 +189,29 @@ class Method(nn.Module):
         raise TypeError(f"{type(self).__name__} has a stage on generated data and no `generate`")
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        """Learn from all images of a task at once; called if `fits` is set.
+        """Learn from all images of a task at once; called if `fits` is set and there are no
+        `task_sums`.
 
         Args:
             features: What `features` returns, n x D.
             queries: The features of the plain ViT, n x D; None unless the method needs queries.
             labels: n.
         """
+
+    def task_sums(self, labels: Tensor) -> TaskSums | None:
+        """Return empty sums for the images of a task, so that `fit` needs no table of all features.
+
+        The engine adds the images in chunks, reduces the sums over processes and calls `add_sums`
+        instead of `fit`. None, the default: `fit` gets all images at once.
+
+        Args:
+            labels: Of all images of the task.
+        """
+        return None
+
+    def add_sums(self, sums: Any) -> None:
+        """Learn from the sums of a task that `task_sums` has made."""
+        raise TypeError(f"{type(self).__name__} has sums of a task and no `add_sums`")
 
     def replay(self, count: int, generator: torch.Generator) -> Tensor:
         """(task, image) of each past image to train on in this epoch, n x 2; none by default.
@@ -211,6 +229,18 @@ class Method(nn.Module):
     @abstractmethod
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         """B x classes seen; queries are computed where they are needed and not given."""
+
+    @property
+    def fixed_features(self) -> bool:
+        """Whether later tasks change no image's features, and `scores` gives the logits for them.
+
+        The engine then computes the features of test images once for all evaluations.
+        """
+        return False
+
+    def scores(self, features: Tensor) -> Tensor:
+        """The logits for features, B x classes seen; called if `fixed_features` is true."""
+        raise TypeError(f"{type(self).__name__} has fixed features and no `scores`")
 
     def distances(self, features: Tensor) -> Tensor | None:
         """The cosine distance of features (B x D) to each class, B x classes seen.

@@ -22,6 +22,7 @@ from coda_prompt.methods.additive import (
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
 from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
+from coda_prompt.methods.sums import Chunk, TaskSums
 from coda_prompt.model.vit import Images, ViT
 
 
@@ -39,9 +40,27 @@ class ClosedForm(Method):
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.scores(self.queries(images) if queries is None else queries)
 
+    @property
+    def fixed_features(self) -> bool:
+        return True
+
     @abstractmethod
-    def scores(self, queries: Tensor) -> Tensor:
+    def scores(self, features: Tensor) -> Tensor:
         """Compute the scores of a batch, B x classes seen."""
+
+
+class ClassSums(TaskSums):
+    """The sum of the features of each class, and its number of images."""
+
+    reduced = MappingProxyType({"sums": "sum", "counts": "sum"})
+
+    def __init__(self, sums: Tensor, counts: Tensor) -> None:
+        self.sums, self.counts = torch.zeros_like(sums), torch.zeros_like(counts)
+
+    def add(self, chunk: Chunk) -> None:
+        features, classes = chunk.features.to(self.sums.dtype), len(self.counts)
+        self.sums.index_add_(0, chunk.labels, features)
+        self.counts += torch.bincount(chunk.labels, minlength=classes)
 
 
 class NearestClassMean(AdditiveMethod, ClosedForm):
@@ -62,10 +81,12 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         self.sums.append(torch.zeros(new, self.vit_config.width))
         self.counts.append(torch.zeros(new))
 
-    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        sums, counts = self.sums.frozen, self.counts.frozen
-        self.sums.frozen = sums.index_add(0, labels, features.to(sums.dtype))
-        self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
+    def task_sums(self, labels: Tensor) -> ClassSums:
+        return ClassSums(self.sums.frozen, self.counts.frozen)
+
+    def add_sums(self, sums: ClassSums) -> None:
+        self.sums.frozen = self.sums.frozen + sums.sums
+        self.counts.frozen = self.counts.frozen + sums.counts
 
     def statistics_parts(self) -> Sequence[AdditiveState]:
         return ()
@@ -97,8 +118,8 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         moved[source] -= len(labels)
         self.counts.frozen = self.counts.frozen + moved
 
-    def scores(self, queries: Tensor) -> Tensor:
-        scores = cosines(queries, self.sums.frozen)
+    def scores(self, features: Tensor) -> Tensor:
+        scores = cosines(features, self.sums.frozen)
         return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)
 
     def distances(self, features: Tensor) -> Tensor | None:
@@ -119,8 +140,8 @@ class RanPAC(RidgeClassifier, ClosedForm):
     variants = MappingProxyType({"ranpac": {}})
     removable_option = ("blend", "removable")
 
-    def scores(self, queries: Tensor) -> Tensor:
-        return self.statistics(queries)
+    def scores(self, features: Tensor) -> Tensor:
+        return self.statistics(features)
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.statistics.sums.frozen.numel())

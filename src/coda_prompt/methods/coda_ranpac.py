@@ -63,8 +63,15 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
         self.head.weight.keep(kept)
         self.head.bias.keep(kept)
 
+    @property
+    def fixed_features(self) -> bool:
+        return not self.in_task and len(self.task_sizes) > 0
+
+    def scores(self, features: Tensor) -> Tensor:
+        return self.statistics(features)
+
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
-        return self.statistics(self.features(images, queries))
+        return self.scores(self.features(images, queries))
 
     def parameter_count(self) -> ParameterCount:
         prompts = sum(bank.frozen.numel() for bank in self.prompt_banks.values())

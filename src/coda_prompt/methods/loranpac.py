@@ -59,8 +59,8 @@ class LoRanPAC(RandomFeatureMethod, ClosedForm):
             features, config.width or default_projected(features), config
         )
 
-    def scores(self, queries: Tensor) -> Tensor:
-        return self.statistics(queries)
+    def scores(self, features: Tensor) -> Tensor:
+        return self.statistics(features)
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.statistics.sums.frozen.numel())

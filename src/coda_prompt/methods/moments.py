@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from coda_prompt.methods.additive import absorb_rows, other_rows, unite_rows, without_classes
 from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.sums import Chunk, TaskSums
 
 MIN_SINGULAR_VALUE = 1e-6
 """Of the largest one; directions below it are rounding."""
@@ -108,6 +110,29 @@ def _without(factor: Tensor, features: Tensor) -> Tensor:
     return rows[squares > MIN_SINGULAR_VALUE * squares.max().clamp(min=0)].float()
 
 
+class MomentSums(TaskSums):
+    """What a task adds to `FeatureMoments`, in float64 on the CPU.
+
+    Args:
+        moments: What it will be added to.
+        scaled: Applied to features before they are added.
+    """
+
+    reduced = MappingProxyType({"counts": "sum", "sums": "sum", "total": "sum"})
+
+    def __init__(self, moments: FeatureMoments, scaled: Callable[[Tensor], Tensor]) -> None:
+        self.counts = torch.zeros_like(moments.counts.frozen)
+        self.sums = torch.zeros_like(moments.sums.frozen)
+        self.total = torch.zeros_like(moments.total)
+        self.scaled = scaled
+
+    def add(self, chunk: Chunk) -> None:
+        features, labels = self.scaled(chunk.features).cpu().double(), chunk.labels.cpu()
+        self.counts += torch.bincount(labels, minlength=len(self.counts))
+        self.sums.index_add_(0, labels, features)
+        self.total.addmm_(features.T, features)
+
+
 class FeatureMoments(nn.Module):
     """Counts, sums and second moments of the features of all classes: additive, in float64.
 
@@ -151,6 +176,12 @@ class FeatureMoments(nn.Module):
             return
         for row in labels.unique().tolist():
             self.factors.add(features[labels == row], row)
+
+    def add_sums(self, sums: MomentSums) -> None:
+        """Add the sums of a task."""
+        self.counts.frozen = self.counts.frozen + sums.counts
+        self.sums.frozen = self.sums.frozen + sums.sums
+        self.total = self.total + sums.total
 
     def means(self) -> Tensor:
         """Class means, C x D; zero for a class without images."""

@@ -13,9 +13,6 @@ from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import Method, TaskBrief, cosines, full_precision
 from coda_prompt.seeding import keyed_generator
 
-CHUNK_SIZE = 4096
-"""Images projected at once."""
-
 
 class RandomFeatures(nn.Module):
     """Class sums of h = ReLU(f W) and a linear classifier of h, solved in `fit`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -29,11 +30,11 @@ from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.moments import ClassFactors
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.random_features import (
-    CHUNK_SIZE,
     RandomFeatureMethod,
     RandomFeatures,
     default_projected,
 )
+from coda_prompt.methods.sums import CHUNK_SIZE, Chunk, TaskSums
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 
@@ -98,6 +99,17 @@ class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
     def statistics_parts(self) -> Sequence[AdditiveState]:
         return (self.statistics,)
 
+    def task_sums(self, labels: Tensor) -> RidgeSums | None:
+        if self.statistics.factors is not None:
+            return None  # the moments of single classes do not add up over processes
+        return RidgeSums(self.statistics, labels, len(self.task_sizes))
+
+    def add_sums(self, sums: RidgeSums) -> None:
+        self.statistics.add_sums(sums)
+
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        self.statistics.fit(features, labels, len(self.task_sizes))
+
     def solve(self) -> None:
         self.statistics.solve()
 
@@ -138,37 +150,31 @@ class RandomRidge(RandomFeatures):
 
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
         """Add the images of a task to the sums and solve the regression again."""
-        if self.fixed_ridge is None:
-            self._select_ridge(features, labels, task)
-        if self.factors is None:
-            self._add(features, labels)
-        else:
+        sums = RidgeSums(self, labels, task)
+        sums.add_all(features, labels)
+        if self.factors is not None:
             for row in labels.unique().tolist():
-                self._add(features[labels == row], labels[labels == row])
+                self._add_factors(features[labels == row], row)
+        self.add_sums(sums)
+
+    def add_sums(self, sums: RidgeSums) -> None:
+        """Add the sums of a task and solve the regression again."""
+        if sums.selected is not None:
+            self._select_ridge(sums.selected, sums.selected_labels)
+        if sums.gram is not None:
+            self._add_packed(sums.blended_gram())
+        self.sums.frozen = self.sums.frozen + sums.sums
+        self.counts.frozen = self.counts.frozen + sums.counts
         self.solve()
 
-    def _add(self, features: Tensor, labels: Tensor) -> None:
-        """Add images to the sums; with `blend`, these images hide each other."""
-        gram = None if self.factors is not None else self._unpacked()
-        sums, counts = self.sums.frozen, torch.bincount(labels, minlength=self.classes)
-        if self.blend:
-            task_sums, is_shared = self._added(features, labels)
-            means = (task_sums / counts.clamp(min=1)).T
-        for chunk, chunk_labels in zip(
-            features.split(CHUNK_SIZE), labels.split(CHUNK_SIZE), strict=True
-        ):
-            hidden = self.hidden(chunk)
-            sums = sums.index_add(1, chunk_labels, hidden.T)
-            if self.blend:
-                hidden = torch.where(is_shared, hidden, means[chunk_labels])
-            if gram is not None:
-                gram += hidden.T @ hidden
-            elif self.factors is not None:
-                self.factors.add(hidden, int(labels[0]))
-        if gram is not None:
-            self._pack(gram)
-        self.sums.frozen = sums
-        self.counts.frozen = self.counts.frozen + counts
+    def _add_factors(self, features: Tensor, row: int) -> None:
+        """Add images of one class to its own moments; they hide each other."""
+        assert self.factors is not None
+        sums = RidgeSums(self, torch.full((len(features),), row, device=features.device), 0)
+        sums.add_all(features, sums.labels)
+        mean, is_shared = sums.sums[:, row] / len(features), sums.is_shared()
+        for chunk in features.split(CHUNK_SIZE):
+            self.factors.add(torch.where(is_shared, self.hidden(chunk), mean), row)
 
     def solve(self) -> None:
         """Solve the regression from the sums."""
@@ -220,7 +226,9 @@ class RandomRidge(RandomFeatures):
             self.factors.drop_classes(rows)
         else:
             sums, counts = self.sums.frozen.T.double(), self.counts.frozen
-            self._pack(without_classes(self._unpacked(torch.float64), sums, counts, rows))
+            gram = without_classes(self._unpacked(torch.float64), sums, counts, rows)
+            self.gram = torch.zeros_like(self.gram)
+            self._add_packed(gram)
         kept = other_rows(self.classes, rows)
         for bank in (self.sums, self.weight, self.counts):
             bank.keep(kept)
@@ -264,34 +272,6 @@ class RandomRidge(RandomFeatures):
         rows = {len(self.sums), len(self.weight), len(self.counts)}
         return rows == {classes} and (self.factors is None or self.factors.is_consistent(classes))
 
-    def _added(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the class sums of a task, and the random features no single image dominates.
-
-        If only one image activates a random feature, its row of the Gram matrix is that image's
-        vector h, scaled, so the model file would contain an embedding of a single image. With
-        `blend`, the class mean of a dominated feature enters the Gram matrix instead.
-
-        Returns:
-            The sums, projected x classes, and a mask over the random features.
-        """
-        total = largest = self.gram.new_zeros(self.projected)
-        sums = torch.zeros_like(self.sums.frozen)
-        _, inverse, counts = features.unique(dim=0, return_inverse=True, return_counts=True)
-        copies = counts[inverse]
-        for chunk, chunk_labels, chunk_copies in zip(
-            features.split(CHUNK_SIZE),
-            labels.split(CHUNK_SIZE),
-            copies.split(CHUNK_SIZE),
-            strict=True,
-        ):
-            hidden = self.hidden(chunk)
-            sums = sums.index_add(1, chunk_labels, hidden.T)
-            weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
-            image_weight = weight * chunk_copies[:, None]  # copies count as one image
-            total = total + weight.sum(dim=0)
-            largest = largest.maximum(image_weight.amax(dim=0))
-        return sums, largest <= MAX_IMAGE_SHARE * total
-
     def _balance(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, float]:
         """Reweight the sums as if all classes had the same number of images; overwrites `gram`.
 
@@ -320,9 +300,9 @@ class RandomRidge(RandomFeatures):
             self.ridge = self.ridge.new_tensor(minimum)
         return max(ridge, minimum)
 
-    def _pack(self, gram: Tensor) -> None:
-        """Store the upper triangle of the Gram matrix."""
-        self.gram = torch.cat([row[index:] for index, row in enumerate(gram)]).to(self.gram)
+    def _add_packed(self, gram: Tensor) -> None:
+        """Add a matrix to the Gram matrix, of which the upper triangle is stored."""
+        self.gram = self.gram + torch.cat([row[at:] for at, row in enumerate(gram)]).to(self.gram)
 
     def _unpacked(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -337,34 +317,28 @@ class RandomRidge(RandomFeatures):
             start += count
         return gram
 
-    def _select_ridge(self, features: Tensor, labels: Tensor, task: int) -> None:
+    def _select_ridge(self, features: Tensor, labels: Tensor) -> None:
         """Choose the ridge by its squared errors on validation images of all tasks so far.
 
-        Only images of classes with several images count: the features of a class whose only image
-        is held out say nothing about the ridge. A single class is always fitted best with the
-        smallest ridge, which says nothing about several.
+        A single class is always fitted best with the smallest ridge, which says nothing about
+        several.
         """
-        several = torch.bincount(labels)[labels] > 1
-        features, labels = features[several], labels[several]
         if len(labels) >= MIN_SELECTION_IMAGES and bool((labels != labels[0]).any()):
-            self.errors = self.errors + self._validation_errors(features, labels, task)
+            self.errors = self.errors + self._validation_errors(features, labels)
         if self.errors.any():
             self.ridge = self.ridge.new_tensor(RIDGE_CANDIDATES[int(self.errors.argmin())])
 
-    def _validation_errors(self, features: Tensor, labels: Tensor, task: int) -> Tensor:
-        """Compute the squared validation error of each ridge candidate on a fifth of the task.
+    def _validation_errors(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Compute the squared validation error of each ridge candidate on the first fifth.
 
         Errors are summed over images and tasks, so a small task has little influence. In the dual
         form one n x n eigendecomposition serves all candidates.
         """
-        generator = keyed_generator(int(self.seed), task, "held out")
-        selected = torch.randperm(len(labels), generator=generator)[:MAX_SELECTION_IMAGES]
-        selected = selected.to(features.device)
-        hidden = self.hidden(features[selected]).cpu().double()
-        targets = F.one_hot(labels[selected]).cpu().double()
-        split = len(selected) // 5  # validation images first, then training images
+        hidden = self.hidden(features).cpu().double()
+        targets = F.one_hot(labels).cpu().double()
+        split = len(labels) // 5  # validation images first, then training images
         trained = targets[split:].sum(dim=0) > 0
-        usable = trained[labels[selected[:split]].cpu()]
+        usable = trained[labels[:split].cpu()]
         kernel = hidden @ hidden.T
         values, vectors = torch.linalg.eigh(kernel[split:, split:])
         left = kernel[:split, split:][usable] @ vectors
@@ -374,3 +348,86 @@ class RandomRidge(RandomFeatures):
             for ridge in RIDGE_CANDIDATES
         ]
         return self.errors.new_tensor(errors)
+
+
+class RidgeSums(TaskSums):
+    """What a task adds to a `RandomRidge`.
+
+    Args:
+        statistics: What it will be added to.
+        labels: Of all images of the task.
+        task: Number of tasks; selects the images for choosing the ridge.
+    """
+
+    reduced = MappingProxyType(
+        {name: "sum" for name in ("gram", "sums", "counts", "weight", "selected")}
+        | {"largest": "max"}
+    )
+    gram: Tensor | None = None
+    """Sum of h h^T; None if classes have their own."""
+    selected: Tensor | None = None
+    """Features of the images for choosing the ridge; None if it is not chosen."""
+
+    def __init__(self, statistics: RandomRidge, labels: Tensor, task: int) -> None:
+        self.statistics, self.labels = statistics, labels
+        self.sums = torch.zeros_like(statistics.sums.frozen)
+        self.counts = torch.zeros_like(statistics.counts.frozen)
+        self.weight = self.largest = self.sums.new_zeros(statistics.projected)
+        self.counts_copies = bool(statistics.blend)
+        if statistics.factors is None:
+            self.gram = self.sums.new_zeros(statistics.projected, statistics.projected)
+        if statistics.fixed_ridge is None:
+            chosen = _selection(labels.cpu(), int(statistics.seed), task)
+            self.selected = self.sums.new_zeros(len(chosen), statistics.width)
+            self.selected_labels = labels.to(self.sums.device)[chosen]
+            self._slots = torch.full((len(labels),), -1)
+            self._slots[chosen] = torch.arange(len(chosen))
+
+    def add(self, chunk: Chunk) -> None:
+        hidden = self.statistics.hidden(chunk.features)
+        self.sums = self.sums.index_add(1, chunk.labels, hidden.T)
+        self.counts += torch.bincount(chunk.labels, minlength=len(self.counts))
+        if self.gram is not None:
+            self.gram += hidden.T @ hidden
+        if self.statistics.blend and len(hidden):
+            weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
+            image_weight = weight * chunk.copies[:, None]  # copies count as one image
+            self.weight = self.weight + weight.sum(dim=0)
+            self.largest = self.largest.maximum(image_weight.amax(dim=0))
+        if self.selected is not None:
+            slots = self._slots[chunk.positions.cpu()]
+            taken = slots >= 0
+            self.selected[slots[taken]] = chunk.features[taken].to(self.selected)
+
+    def is_shared(self) -> Tensor:
+        """Return which random features no single image dominates.
+
+        If only one image activates a random feature, its row of the Gram matrix is that image's
+        vector h, scaled, so the model file would contain an embedding of a single image. With
+        `blend`, the class mean of a dominated feature enters the Gram matrix instead.
+        """
+        return self.largest <= MAX_IMAGE_SHARE * self.weight
+
+    def blended_gram(self) -> Tensor:
+        """Return the Gram matrix, with class means in dominated features if `blend` is set.
+
+        If h_j is replaced by its class mean, the sum of h_j h_k over a class becomes the product
+        of their sums, divided by the number of images: nothing but sums is needed.
+        """
+        assert self.gram is not None
+        if self.statistics.blend:
+            dominated = ~self.is_shared()
+            rows = self.sums[dominated] @ (self.sums / self.counts.clamp(min=1)).T
+            self.gram[dominated], self.gram[:, dominated] = rows, rows.T
+        return self.gram
+
+
+def _selection(labels: Tensor, seed: int, task: int) -> Tensor:
+    """Return the positions of the images for choosing the ridge, in random order.
+
+    Only images of classes with several images count: the features of a class whose only image is
+    held out say nothing about the ridge.
+    """
+    several = (torch.bincount(labels)[labels] > 1).nonzero()[:, 0]
+    generator = keyed_generator(seed, task, "held out")
+    return several[torch.randperm(len(several), generator=generator)[:MAX_SELECTION_IMAGES]]

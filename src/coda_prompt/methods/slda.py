@@ -25,7 +25,7 @@ from coda_prompt.methods.base import (
     full_precision,
 )
 from coda_prompt.methods.closedform import ClosedForm
-from coda_prompt.methods.moments import FeatureMoments
+from coda_prompt.methods.moments import FeatureMoments, MomentSums
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.shrinkage import shrink_covariance
 from coda_prompt.model.vit import ViT
@@ -65,6 +65,15 @@ class StreamingLDA(AdditiveMethod, ClosedForm):
         self.weight.append(torch.zeros(new, width))
         self.bias.append(torch.zeros(new))
 
+    def task_sums(self, labels: Tensor) -> MomentSums | None:
+        if self.config.removable:
+            return None  # the moments of single classes do not add up over processes
+        return MomentSums(self.moments, self._scaled)
+
+    def add_sums(self, sums: MomentSums) -> None:
+        self.moments.add_sums(sums)
+        self.solve()
+
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.moments.add(self._scaled(features), labels)
         self.solve()
@@ -86,9 +95,9 @@ class StreamingLDA(AdditiveMethod, ClosedForm):
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         super().move_images(self._scaled(features), source, labels)
 
-    def scores(self, queries: Tensor) -> Tensor:
-        features = self._scaled(queries.to(self.weight.frozen.dtype))
-        with full_precision(queries.device):
+    def scores(self, features: Tensor) -> Tensor:
+        features = self._scaled(features.to(self.weight.frozen.dtype))
+        with full_precision(features.device):
             return F.linear(features, self.weight.frozen, self.bias.frozen)
 
     def distances(self, features: Tensor) -> Tensor | None:

@@ -111,6 +111,8 @@ class Teacher:
 
     def warm_up(self) -> None:
         """Load the model and run its backbone once. Errors are those of the next lesson."""
+        import coda_prompt.training.engine  # noqa: F401 (slow; lessons import it when they start)
+
         with contextlib.suppress(CodaError, OSError):
             classifier = self._current()
             preprocessing = classifier.network.views.preprocessing

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
 from pydantic import BaseModel, ConfigDict
 
 LOCK = ".lock"
@@ -76,6 +75,8 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
         folder: An existing folder.
         busy: Makes the exception to raise from the folder and the pid that has the lock.
     """
+    import filelock  # slow to import
+
     lock, owner = filelock.FileLock(folder / LOCK, timeout=0), folder / OWNER
     try:
         lock.acquire()

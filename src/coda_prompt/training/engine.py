@@ -226,10 +226,16 @@ class Engine(Trainer):
 
     def _fit(self, run: TaskRun) -> None:
         method = run.method
-        if run.observe is not None and method.closed_form and method.plain_queries:
-            # One pass for both.
+        sums, observe = method.task_sums(run.labels), run.observe
+        if not (method.closed_form and method.plain_queries):
+            observe = None  # its features are not those of the observer
+        if sums is not None:
+            self.add_to_sums(sums, method, run.train, observe)
+            method.add_sums(sums)
+            return
+        if observe is not None:  # one pass for both
             tokens, features = self.plain_tokens(method, run.train)
-            run.observe(tokens)
+            observe(tokens)
             queries: Tensor | None = features
         else:
             features, queries = self.features_and_queries(method, run.train)

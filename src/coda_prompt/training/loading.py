@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ from coda_prompt.data.images import (
     training_view,
     view_generator,
 )
-from coda_prompt.data.stream import Samples
+from coda_prompt.data.samples import Samples
 from coda_prompt.errors import CodaError, ProcessDied
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.seeding import keyed_generator
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def batches(
     epoch: Epoch | None = None,
     workers: int = 0,
     dtype: torch.dtype = torch.float32,
+    read_ahead: bool = False,
 ) -> Iterator[Batch]:
     """Yield one batch for each list of positions in `order`.
 
@@ -120,6 +124,7 @@ def batches(
         epoch: Seeds the augmentation; None for evaluation views.
         workers: Number of processes that decode images; 0 decodes in this process.
         dtype: Of the images.
+        read_ahead: Without workers, decode the next batch in a thread while this one is used.
 
     Raises:
         CodaError: An image cannot be read.
@@ -141,7 +146,7 @@ def batches(
         generator=keyed_generator(0, "workers"),
     )
     try:
-        for batch in loader:
+        for batch in _read_ahead(loader) if read_ahead and not workers else loader:
             if isinstance(batch, _ReadError):
                 raise CodaError(batch.message)
             yield batch
@@ -150,3 +155,13 @@ def batches(
             cause = " ".join(str(error).split("\n", 1)[0].split())
             raise ProcessDied("reads images", cause, "with fewer training.workers") from error
         raise
+
+
+def _read_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield the items, each computed in a thread while the one before it is used."""
+    iterator = iter(items)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, iterator, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, iterator, None)
+            yield item

@@ -18,9 +18,12 @@ from torch import Tensor
 from coda_prompt.data.stream import Samples
 from coda_prompt.errors import BadOption, Interrupted, NotLearned
 from coda_prompt.methods import Method
+from coda_prompt.methods.sums import TaskSums
 from coda_prompt.model.vit import Images
+from coda_prompt.training.chunks import Chunks
 from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
-from coda_prompt.training.loading import Batch, Views, batches
+from coda_prompt.training.loading import TEST_VIEW, Batch, Views, batches
+from coda_prompt.training.local import LocalDevice
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
 
@@ -55,13 +58,15 @@ class Passes:
         views: Views,
         training: Training | None = None,
         *,
-        fabric: Fabric | None = None,
+        fabric: Fabric | LocalDevice | None = None,
         on_event: Callable[[Event], object] = lambda event: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.views = views
         self.training = training or Training()
-        self.fabric = fabric or Devices().fabric()
+        if not isinstance(fabric, Fabric):
+            fabric = Devices("auto" if fabric is None else fabric.device.type).fabric()
+        self.fabric: Fabric = fabric
         self.precision = str(self.fabric.strategy.precision.precision)
         if self.precision not in PRECISIONS:
             problem = f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}"
@@ -101,9 +106,13 @@ class Passes:
         method.eval()
         correct = torch.zeros(2, len(samples), dtype=torch.int64, device=self.fabric.device)
         task_rows = torch.tensor(rows, device=self.fabric.device)
-        for batch in self._pass_over(samples):
+        fixed = method.fixed_features
+        for batch in self._pass_over(samples, features_of=method if fixed else None):
             with torch.inference_mode(), self.fabric.autocast():
-                logits = method.logits(*self.queries.images_and_queries(method, batch, samples))
+                if fixed:
+                    logits = method.scores(self.queries.features(method, batch, samples))
+                else:
+                    logits = method.logits(*self.queries.images_and_queries(method, batch, samples))
                 restricted = task_rows[logits[:, task_rows].argmax(dim=1)]
                 correct[0, batch.positions] = (logits.argmax(dim=1) == batch.labels).long()
                 correct[1, batch.positions] = (restricted == batch.labels).long()
@@ -117,12 +126,62 @@ class Passes:
         return self._table(samples, lambda images, _: method.logits(images)).double().cpu()
 
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
-        table = self._table(samples, method.features, method)
-        labels = torch.from_numpy(np.asarray(samples.labels)).to(table.device)
-        rows = torch.searchsorted(torch.tensor(classes, device=table.device), labels)
-        sums = table.new_zeros(len(classes), table.shape[1]).index_add(0, rows, table)
-        counts = torch.bincount(rows, minlength=len(classes)).clamp_min(1)
-        return sums / counts[:, None]
+        sums, rows = None, torch.tensor(classes, device=self.fabric.device)
+        for batch, features in self._rows(samples, method.features, method):
+            if sums is None:
+                sums = features.new_zeros(len(classes), features.shape[1])
+            sums.index_add_(0, torch.searchsorted(rows, batch.labels), features)
+        assert sums is not None  # every process gets a batch, which may be empty
+        labels = torch.from_numpy(np.asarray(samples.labels)).to(rows.device)
+        counts = torch.bincount(torch.searchsorted(rows, labels), minlength=len(classes))
+        return self._reduced(sums, "sum") / counts.clamp_min(1)[:, None]
+
+    def add_to_sums(
+        self,
+        sums: TaskSums,
+        method: Method,
+        samples: Samples,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Add the features of all samples to the sums of a task, a chunk at a time.
+
+        Args:
+            sums: Of the method; reduced over processes in the end.
+            observe: Called with `ViT.plain_tokens` of all samples, if the features are the plain
+                class tokens: one pass computes both.
+        """
+        vit, width = method.backbone, method.vit_config.width
+        tokens: Tensor | None = None
+
+        def compute(images: Images, queries: Tensor | None) -> Tensor:
+            if observe is None:
+                return method.features(images, queries)
+            rows = vit.plain_tokens(images)
+            return torch.cat([rows, vit.norm(rows[:, :width])], dim=1)
+
+        chunks = Chunks(sums, self._all_ranks)
+        passed = None if observe is not None else method
+        for batch, rows in self._rows(samples, compute, passed):
+            if observe is not None:
+                before, rows = rows.split([2 * width, width], dim=1)
+                if tokens is None:
+                    tokens = before.new_zeros(len(samples), 2 * width)
+                tokens[batch.positions] = before
+            chunks.add(rows, batch, self._batch_size)
+        chunks.flush()
+        sums.reduce(self._reduced)
+        if observe is not None and tokens is not None:
+            observe(self._reduced(tokens, "sum"))
+
+    @property
+    def _batch_size(self) -> int:
+        return self.training.micro_batch or self.training.batch_size
+
+    def _all_ranks(self, hashes: Tensor) -> Tensor:
+        """Return the hashes of all processes; each has as many, some of them zero."""
+        table = hashes.new_zeros(self.fabric.world_size, len(hashes))
+        table[self.fabric.global_rank] = hashes
+        return self._reduced(table, "sum").flatten()
 
     def features_and_queries(
         self, method: Method, samples: Samples
@@ -168,43 +227,76 @@ class Passes:
 
         Without a method, no query is passed.
         """
-        parts, positions, done = [], list[int](), 0
+        table: Tensor | None = None
+        for batch, rows in self._rows(samples, compute, method, cache=True):
+            if table is None:
+                table = rows.new_zeros(len(samples), rows.shape[1])
+            table[batch.positions] = rows
+        assert table is not None  # every process gets a batch, which may be empty
+        return self._reduced(table, "sum")
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _rows(
+        self,
+        samples: Samples,
+        compute: Callable[[Images, Tensor | None], Tensor],
+        method: Method | None,
+        *,
+        cache: bool = False,
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Compute one row per un-augmented sample of this process; yield them with their batch.
+
+        Args:
+            compute: Gets the images and their queries; without a method, no queries.
+            cache: Cache the queries of all samples, because they are needed again.
+        """
+        done = 0
         for batch in self._pass_over(samples):
             with self.fabric.autocast():
                 seen: tuple[Images, Tensor | None] = (batch.images, None)
                 if method is not None:
-                    seen = self.queries.images_and_queries(method, batch, samples)
-                parts.append(compute(*seen))
-            positions += batch.positions
+                    seen = self.queries.images_and_queries(method, batch, samples, cache=cache)
+                rows = compute(*seen)
             done += len(batch.positions) * self.fabric.world_size
             self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
-        rows = torch.cat(parts)  # of this process
-        table = rows.new_zeros(len(samples), rows.shape[1])
-        table[positions] = rows
-        return table if self.fabric.world_size == 1 else self._reduced(table, "sum")
+            yield batch, rows
 
-    def _pass_over(self, samples: Samples) -> Iterator[Batch]:
+    def _pass_over(self, samples: Samples, features_of: Method | None = None) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.
 
         All processes get the same number of batches, some of them empty: with a sharded backbone
         they communicate in every batch.
+
+        Args:
+            features_of: Images are not read, and have no pixels, if the features of this method
+                are known for all of them.
         """
         processes = self.fabric.world_size
         share = range(self.fabric.global_rank, len(samples), processes)
-        size = self.training.micro_batch or self.training.batch_size
+        size = self._batch_size
         starts = range(0, max(1, math.ceil(len(samples) / processes)), size)
         order = [list(share[first : first + size]) for first in starts]
         workers = self.training.workers
-        for batch in batches(samples, self.views, order, workers=workers, dtype=self.dtype):
+        known = features_of is not None and self.queries.has_features(features_of, samples, share)
+        for batch in (
+            _without_images(samples, order)
+            if known
+            else batches(
+                samples, self.views, order, workers=workers, dtype=self.dtype, read_ahead=True
+            )
+        ):
             if self.should_stop():
                 raise Interrupted
             yield self.fabric.to_device(batch)
 
     def _reduced(self, tensor: Tensor, operation: str) -> Tensor:
-        """Return the sum or mean over processes."""
-        reduced = self.fabric.all_reduce(tensor, reduce_op=operation)
+        """Return the sum, mean or maximum over processes."""
+        if self.fabric.world_size == 1:
+            return tensor
+        reduced = self.fabric.all_reduce(tensor.to(self.fabric.device), reduce_op=operation)
         assert isinstance(reduced, Tensor)
-        return reduced
+        return reduced.to(tensor.device)
 
     def _in_any(self, condition: bool) -> bool:
         """Whether the condition is true in any process that must run the same passes."""
@@ -226,3 +318,10 @@ class Passes:
         method.to(self.fabric.device, self.dtype)
         if isinstance(self.fabric.strategy, Replicated):
             self.fabric.strategy.prepare(method)
+
+
+def _without_images(samples: Samples, order: list[list[int]]) -> Iterator[Batch]:
+    """Yield batches of evaluation images whose pixels nobody needs."""
+    for positions in order:
+        labels = torch.tensor(samples.labels[positions], dtype=torch.int64)
+        yield Batch(torch.empty(len(positions), 0), labels, positions, TEST_VIEW)

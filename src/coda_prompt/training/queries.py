@@ -6,18 +6,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from coda_prompt.data.stream import Samples
+from coda_prompt.data.samples import Samples
 from coda_prompt.methods import Method
-from coda_prompt.model.vit import Images, ViT
+from coda_prompt.model.vit import Images
 from coda_prompt.training.loading import PLAIN_VIEW, TEST_VIEW, Batch
-
-QueryMode = Literal["exact", "cached"]
+from coda_prompt.training.settings import QueryMode
 
 
 @dataclass
@@ -37,17 +35,26 @@ class Queries:
     """Computes the queries of all samples, un-augmented and in order."""
     in_any: Callable[[bool], bool]
     """Whether a condition is true in any process that must run the same passes."""
-    tables: dict[Samples, dict[tuple[ViT, int], QueryTable]] = field(default_factory=dict)
-    """Cached queries of samples, by backbone and view; remove those no longer needed."""
+    tables: dict[Samples, dict[tuple[nn.Module, int], QueryTable]] = field(default_factory=dict)
+    """Cached queries of samples by backbone and view, and fixed features by method; remove those
+    no longer needed."""
 
     def images_and_queries(
-        self, method: Method, batch: Batch, samples: Samples
+        self, method: Method, batch: Batch, samples: Samples, *, cache: bool = True
     ) -> tuple[Images, Tensor | None]:
-        """Return the images for the method and their queries, B x D (None if it needs none)."""
+        """Return the images for the method and their queries, B x D (None if it needs none).
+
+        Args:
+            cache: Cache the queries of un-augmented images. Without it they are computed for this
+                batch, unless they are cached or the method trains on cached queries.
+        """
         if not method.needs_queries:
             return batch.images, None
         view = batch.view
-        if view == PLAIN_VIEW or (self.mode == "cached" and view != TEST_VIEW):
+        rounded = self.mode == "cached" and not method.closed_form
+        if not (cache or rounded or (method.backbone, TEST_VIEW) in self.tables.get(samples, {})):
+            view = None
+        elif view == PLAIN_VIEW or (self.mode == "cached" and view != TEST_VIEW):
             view = TEST_VIEW
             self.fill(method, samples)
         if view is not None:
@@ -63,6 +70,24 @@ class Queries:
             queries = table.rows(batch.positions, method)
         return images, queries
 
+    def features(self, method: Method, batch: Batch, samples: Samples) -> Tensor:
+        """Return the features of test images, B x D, of a method whose features are fixed."""
+        tables = self.tables.setdefault(samples, {})
+        key: tuple[nn.Module, int] = (method, TEST_VIEW)
+        if self.in_any(key not in tables or not tables[key].filled[batch.positions].all()):
+            images, queries = self.images_and_queries(method, batch, samples, cache=False)
+            features = method.features(images, queries)
+            if key not in tables:
+                shape = len(samples), features.shape[1]
+                tables[key] = QueryTable(*shape, features.dtype, self._free_memory())
+            tables[key].write(batch.positions, features)
+        return tables[key].rows(batch.positions, method)
+
+    def has_features(self, method: Method, samples: Samples, positions: Sequence[int]) -> bool:
+        """Whether `features` needs no images at these positions, on any process."""
+        table = self.tables.get(samples, {}).get((method, TEST_VIEW))
+        return not self.in_any(table is None or not table.filled[positions].all())
+
     def fill(self, method: Method, samples: Samples) -> None:
         """Cache the queries of all un-augmented images."""
         table = self._table(method, samples, TEST_VIEW)
@@ -71,15 +96,21 @@ class Queries:
             table.write(range(len(samples)), self.compute(method, samples))
 
     def _table(self, method: Method, samples: Samples, view: int) -> QueryTable:
-        tables, key = self.tables.setdefault(samples, {}), (method.backbone, view)
+        tables = self.tables.setdefault(samples, {})
+        key: tuple[nn.Module, int] = (method.backbone, view)
         if key not in tables:
             dtype = next(method.backbone.parameters()).dtype
             if self.mode == "cached" and not method.closed_form and dtype != torch.float64:
                 dtype = torch.float16
-            used = sum(table.memory for each in self.tables.values() for table in each.values())
-            width, free = method.vit_config.width, self.memory - used
-            tables[key] = QueryTable(len(samples), width, dtype, free)
+            width = method.vit_config.width
+            tables[key] = QueryTable(len(samples), width, dtype, self._free_memory())
         return tables[key]
+
+    def _free_memory(self) -> int:
+        """Return the bytes that are left of `memory`."""
+        return self.memory - sum(
+            table.memory for each in self.tables.values() for table in each.values()
+        )
 
 
 class QueryTable:

@@ -12,9 +12,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from coda_prompt.methods.options import STRICT
-from coda_prompt.training.queries import QueryMode
 from coda_prompt.training.schedule import Schedule
 
+QueryMode = Literal["exact", "cached"]
 Matrix = NDArray[np.float64]
 Share = Annotated[float, Field(ge=0, lt=1)]
 

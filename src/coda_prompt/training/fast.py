@@ -1,0 +1,40 @@
+"""The recipe of `--fast`: fewer queries to compute, and bfloat16 where the processor has it.
+
+docs/lab/performance.md has operations and times. Not part of it, because they gain nothing on top:
+token merging in the query pass (that pass is a tenth of what is left), larger batches for queries
+(5 % of that pass, but every view would be decoded once more), and leaving out blocks without
+prompts (gradients of prompts in the first blocks pass through all later ones).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from coda_prompt.training.devices import Precision
+
+EPOCHS_PER_VIEW = 5
+
+
+def fast_views(epochs: int) -> int:
+    """Return the number of augmented views per image; the query of each is computed once."""
+    return max(1, epochs // EPOCHS_PER_VIEW)
+
+
+def fast_precision(device: str = "auto") -> Precision:
+    """Return the fastest precision that does not change weights on this device."""
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device == "cpu" or (device == "auto" and not torch.backends.mps.is_available()):
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    else:
+        supported = False
+    return "bf16-mixed" if supported else "32-true"
+
+
+def describe_fast(views: str, precision: str) -> str:
+    """Say what `--fast` does here."""
+    arithmetic = "bfloat16" if precision == "bf16-mixed" else "float32 (no bfloat16 here)"
+    return f"--fast: {views} per image, each with one query; products in {arithmetic}"

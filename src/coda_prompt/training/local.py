@@ -1,0 +1,48 @@
+"""One device for predictions, without Fabric: importing it takes longer than importing torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+EXTERNAL = frozenset({"WORLD_SIZE", "SLURM_STEP_ID"})
+"""Environment variables of processes that torchrun or Slurm started."""
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """A device in float32, with the attributes of a `Fabric` of one process."""
+
+    device: torch.device
+    global_rank: ClassVar[int] = 0
+    world_size: ClassVar[int] = 1
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def all_reduce(self, data: Tensor, reduce_op: str) -> Tensor:
+        return data
+
+
+def find_device(name: str) -> Fabric | LocalDevice:
+    """Return the device with this name: `auto`, `cpu`, `cuda` or `mps`.
+
+    Raises:
+        BadOption: There is no such device.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    kinds = [kind for kind in available if available[kind]] + ["cpu"]
+    kind = kinds[0] if name == "auto" else name
+    if kind in kinds and not EXTERNAL & os.environ.keys():
+        return LocalDevice(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
+    from coda_prompt.training.devices import Devices
+
+    return Devices(name).fabric()

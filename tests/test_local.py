@@ -1,0 +1,57 @@
+"""Predictions without Fabric: the device they use, and what they import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning_fabric import Fabric
+from small import PLAIN_VIEWS, tiny_vit
+
+from coda_prompt import methods
+from coda_prompt.errors import BadOption
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.local import LocalDevice, find_device
+
+
+def test_a_prediction_imports_neither_fabric_nor_the_engine() -> None:
+    check = (
+        "import sys, coda_prompt.cli.predict, coda_prompt.learner.saving, "
+        "coda_prompt.learner.feedback, coda_prompt.learner.classifier; "
+        "slow = {'lightning_fabric', 'torch._dynamo', 'coda_prompt.training.engine'}; "
+        "sys.exit(str(slow & sys.modules.keys()) if slow & sys.modules.keys() else 0)"
+    )
+    finished = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_the_device_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert find_device(name) == LocalDevice(torch.device("cpu"))
+
+
+def test_the_best_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find_device("auto").device == torch.device("cuda", 0)
+    assert find_device("cpu").device == torch.device("cpu")
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(BadOption, match="cannot be used here"):
+        find_device("there-is-none")
+
+
+def test_processes_of_torchrun_get_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert isinstance(find_device("cpu"), Fabric)
+
+
+def test_an_engine_takes_a_local_device() -> None:
+    engine = Engine(PLAIN_VIEWS, fabric=LocalDevice(torch.device("cpu")))
+    assert isinstance(engine.fabric, Fabric)
+    assert engine.fabric.device == torch.device("cpu")
+    engine._move_to_device(methods.make("ncm", tiny_vit()))
