@@ -108,7 +108,7 @@ def accuracy(method: Method, rows: Tensor, labels: Tensor) -> float:
     """Accuracy in % on the test drawings of the classes seen."""
     known = labels < method.classes_seen
     with torch.inference_mode():
-        scores = method.scores(rows[known])  # type: ignore[operator]
+        scores = method.scores(rows[known])
     return 100 * float((scores.argmax(dim=1) == labels[known]).double().mean())
 
 
