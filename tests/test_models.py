@@ -176,10 +176,12 @@ def test_sums_of_many_images_are_exact() -> None:
     with torch.no_grad():
         views = torch.stack([_view(classifier, image) for image in images])
         queries = inner.queries(views)
-        added, mixed = inner.statistics._added(queries, torch.zeros(len(images), dtype=torch.int64))
+        labels = torch.zeros(len(images), dtype=torch.int64)
+        sums = inner.task_sums(labels)
+        sums.add_all(queries, labels)
         hidden = inner.statistics.hidden(queries)
-    assert mixed.double().mean() > 0.99
-    torch.testing.assert_close(added[:, 0], hidden.sum(dim=0))
+    assert sums.is_shared().double().mean() > 0.99
+    torch.testing.assert_close(sums.sums[:, 0], hidden.sum(dim=0))
 
 
 def _view(classifier: ContinualClassifier, image: Any) -> torch.Tensor:
