@@ -66,6 +66,21 @@ def test_images_are_learned_in_chunks_by_arrival_and_only_once(tmp_path: Path) -
     assert ContinualClassifier.load(model, verbose=False).classes_ == list(NAMES[:3])
 
 
+def test_images_of_an_undone_lesson_are_learned_again(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "inbox"
+    add(folder, 0, range(3))
+    add(folder, 1, range(3))
+    learn(model, folder)
+    add(folder, 2, range(4))
+    learn(model, folder)
+    classifier = ContinualClassifier.load(model, verbose=False)
+    classifier.undo()
+    classifier.save(model)
+    (again,) = learn(model, folder)
+    assert again.images == {NAMES[2]: 4}
+    assert learn(model, folder) == []
+
+
 def test_a_changed_file_is_a_new_image(tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "inbox"
     add(folder, 0, range(2))
@@ -107,7 +122,7 @@ def test_a_chunk_that_was_saved_before_a_kill_is_not_learned_twice(tmp_path: Pat
     add(folder, 0, range(3))
     learn(model, folder)
     ledger = Ledger.read(model)
-    killed = {"files": dict(ledger.learned), "lessons": 0}
+    killed = {"files": ledger.chunks[0].files, "lessons": 0}
     (model / store.ARRIVALS).write_text(json.dumps({"learned": {}, "pending": killed}))
     assert learn(model, folder) == []
 

@@ -41,6 +41,19 @@ def learned(name: str, tasks: int = 2) -> dict[str, Tensor]:
     return method.learned_state()
 
 
+def test_a_process_without_images_adds_nothing() -> None:
+    method = methods.make("ranpac", tiny_vit(), width=24)
+    labels = torch.tensor([0, 0])
+    method.begin_task(brief(method, 1))
+    sums = method.task_sums(labels)
+    assert sums is not None
+    collected = chunks.Chunks(sums, lambda tensor: tensor)
+    empty = Batch(torch.zeros(0), labels[:0], [], None)
+    collected.add(torch.zeros(0, method.vit_config.width), empty, 1)
+    collected.flush()
+    assert not sums.counts.any()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", SUMMED)
 def test_chunks_of_any_size_give_the_same_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = learned(name)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -27,15 +28,35 @@ class Pending(FileSchema):
     """Lessons of the model before it; once there are more, the chunk is learned."""
 
 
+class LearnedChunk(FileSchema):
+    """A chunk that was learned in a lesson; it counts while the model has this lesson."""
+
+    files: dict[str, tuple[int, int]]
+    lesson: str
+    """`files` in the record of the lesson."""
+
+
 class Ledger(FileSchema):
     """Which files a model has learned: size and modification time by path, relative to the folder.
 
     The chunk is written before it is learned. A process that is killed resumes the same chunk, or,
-    if the model was saved already, counts it as learned.
+    if the model was saved already, counts it as learned. A chunk whose lesson was undone is learned
+    again.
     """
 
     learned: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """Files that are never learned again: unreadable ones, and those of earlier versions."""
+    chunks: list[LearnedChunk] = Field(default_factory=list)
     pending: Pending | None = None
+
+    def known(self, lessons: Iterable[dict[str, Any]]) -> dict[str, FileState]:
+        """Return the files that are part of these lessons, or are never learned again."""
+        present = {lesson["files"] for lesson in lessons}
+        files = dict(self.learned)
+        for chunk in self.chunks:
+            if chunk.lesson in present:
+                files |= chunk.files
+        return files
 
     @classmethod
     def read(cls, model: Path) -> Ledger:
@@ -102,7 +123,8 @@ class Arrivals:
             current = labelled_files(self.folder)
             if current != before:
                 changed = time.monotonic()
-            new = {path: s for path, s in current.items() if ledger.learned.get(path) != s}
+            known = ledger.known(self.classifier.tasks_)
+            new = {path: s for path, s in current.items() if known.get(path) != s}
             complete = {path: s for path, s in new.items() if before.get(path) == s}
             waited = not watch or time.monotonic() - changed >= idle
             enough = self.chunk is not None and len(complete) >= self.chunk
@@ -120,18 +142,17 @@ class Arrivals:
 
     def _after_kill(self, ledger: Ledger) -> Ledger:
         """Count a chunk as learned if its lesson was saved before the process was killed."""
-        pending = ledger.pending
-        if pending is None or len(self.classifier.tasks_) <= pending.lessons:
+        pending, lessons = ledger.pending, self.classifier.tasks_
+        if pending is None or len(lessons) <= pending.lessons:
             return ledger
-        return Ledger(learned={**ledger.learned, **pending.files})
+        return _with_chunk(ledger, pending.files, lessons[pending.lessons]["files"])
 
     def _learn(self, files: dict[str, FileState], ledger: Ledger) -> tuple[list[Learned], Ledger]:
         """Learn a chunk, save the model and record it; no result if no image can be read."""
         lessons = len(self.classifier.tasks_)
-        Ledger(learned=ledger.learned, pending=Pending(files=files, lessons=lessons)).write(
-            self.model
-        )
-        learned = []
+        pending = Pending(files=files, lessons=lessons)
+        ledger.model_copy(update={"pending": pending}).write(self.model)
+        learned, lesson = [], None
         try:
             result = self.classifier.learn(
                 [str(self.folder / path) for path in files],
@@ -147,9 +168,18 @@ class Arrivals:
         else:
             self.classifier.write(self.model)
             learned.append(result)
-        ledger = Ledger(learned={**ledger.learned, **files})
+            lesson = self.classifier.tasks_[-1]["files"]
+        ledger = _with_chunk(ledger, files, lesson)
         ledger.write(self.model)
         return learned, ledger
+
+
+def _with_chunk(ledger: Ledger, files: dict[str, FileState], lesson: str | None) -> Ledger:
+    """Return the ledger after a chunk; `lesson` is None if no image of it can be read."""
+    if lesson is None:
+        return Ledger(learned={**ledger.learned, **files}, chunks=ledger.chunks)
+    chunk = LearnedChunk(files=files, lesson=lesson)
+    return Ledger(learned=ledger.learned, chunks=[*ledger.chunks, chunk])
 
 
 def _by_arrival(files: dict[str, FileState]) -> list[tuple[str, FileState]]:

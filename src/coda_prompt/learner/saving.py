@@ -80,6 +80,7 @@ class SavedEstimator(Estimator):
     ) -> None:
         """Record that what is learned now is a new version that replaces `previous`."""
         network = self.network
+        network.set_tasks(tasks)  # first: if it fails, nothing is recorded
         others = (*self._history.before, *self._history.after)
         number = max([network.number, *(each.number for each in others)]) + 1
         if previous is not None:
@@ -87,7 +88,6 @@ class SavedEstimator(Estimator):
         network.number, self._saved = number, None
         if edit is not None:
             network.edits = [*network.edits, edit]
-        network.set_tasks(tasks)
 
     def save(self, folder: str | Path) -> None:
         """Write the model; if this is interrupted, the folder has one complete version.

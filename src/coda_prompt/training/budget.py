@@ -56,7 +56,8 @@ class Meter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._before, self._started = self.spent, None
+        # After an error, other processes may not get here: nothing is reduced.
+        self._before, self._started = self.spent if kind is None else self._before, None
         if self._operations is not None:
             self._operations.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 

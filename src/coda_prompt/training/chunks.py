@@ -46,7 +46,8 @@ class Chunks:
         copies = torch.ones_like(labels)
         if self.sums.counts_copies:
             copies = self._count_copies(features).to(labels)
-        self.sums.add(Chunk(features, labels, torch.tensor(self._positions), copies))
+        positions = torch.tensor(self._positions, dtype=torch.int64)
+        self.sums.add(Chunk(features, labels, positions, copies))
         self._features, self._labels, self._positions, self._room = [], [], [], 0
 
     def _count_copies(self, features: Tensor) -> Tensor:
