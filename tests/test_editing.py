@@ -317,17 +317,6 @@ def test_relabelled_images_count_for_the_right_class(method: str, removable: boo
     assert len(classifier.tasks_) == 1, "an edit is not a lesson"
 
 
-@pytest.mark.parametrize("method", ["ncm", "slda", "ranpac"])
-def test_images_that_were_not_taught_as_a_class_cannot_be_moved_from_it(method: str) -> None:
-    classifier = taught_whole(method, [0, 1, 2])
-    before = classifier.predict_proba(TEST)
-    others, _ = drawings([5], 6)
-    with pytest.raises(CannotEdit, match=f"not all taught as {NAMES[0]}"):
-        classifier.relabel(others, [NAMES[1]] * 6, taught_as=NAMES[0])
-    np.testing.assert_array_equal(classifier.predict_proba(TEST), before)
-    assert not classifier.network.edits
-
-
 def test_impossible_edits_are_refused() -> None:
     classifier = taught_whole("ncm", [0, 1])
     with pytest.raises(NotLearned):

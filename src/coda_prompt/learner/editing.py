@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Classifier = TypeVar("Classifier", bound="EditableEstimator")
 NOTHING_REMAINS = "nothing of it remains in the sums"
-NEGATIVE_VARIANCE = 1e-4
-"""Share of the largest variance; a smaller negative one is rounding."""
 
 
 @dataclass(frozen=True)
@@ -195,26 +193,13 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
             own = tokens if isinstance(state, UnknownDetector) else features
             own = hashes if isinstance(state, LearnedHashes) else own
             state.move_images(own, source, rows)
-        if network.detector is not None:
-            _check_moved(network.detector, taught_as)
         tasks = _relabelled(network.tasks, taught_as, counts, new)
         what = f"relabelled {errors.counted(len(labels), 'image')} of {taught_as}"
-        classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
+        try:
+            classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
+        except torch.linalg.LinAlgError as error:  # the classes then have negative variances
+            raise errors.CannotEdit(f"these images were not taught as {taught_as}") from error
     return counts
-
-
-def _check_moved(detector: UnknownDetector, taught_as: str) -> None:
-    """Raise CannotEdit if images were moved out of a class that does not contain them.
-
-    The covariance within classes then has negative variances.
-    """
-    covariance, _ = detector.class_moments().covariance()
-    variances = torch.linalg.eigvalsh(covariance)
-    if float(variances[0]) < -NEGATIVE_VARIANCE * float(variances[-1]):
-        raise errors.CannotEdit(
-            f"these images were not all taught as {taught_as}",
-            "Images that were held out of the lesson were not taught either.",
-        )
 
 
 def merge(classifiers: Sequence[Classifier]) -> Classifier:
