@@ -197,7 +197,7 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
         what = f"relabelled {errors.counted(len(labels), 'image')} of {taught_as}"
         try:
             classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
-        except torch._C._LinAlgError as error:  # the classes then have negative variances
+        except RuntimeError as error:  # LinAlgError: the classes would have negative variances
             raise errors.CannotEdit(f"these images were not taught as {taught_as}") from error
     return counts
 
