@@ -10,6 +10,7 @@ import random
 import shutil
 import time
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from small import coda, started_coda
 
 from coda_prompt.errors import BadOption, CannotEdit, NothingToUndo, NotLearned
 from coda_prompt.learner import store
-from coda_prompt.learner.editing import edited
+from coda_prompt.learner.editing import edited, join
+from coda_prompt.learner.network import Network
 
 TEST = drawings(range(8), count=6, test=True)[0]
 CLOSED_FORMS = ["ranpac", "slda", "ncm"]
@@ -329,6 +331,40 @@ def test_impossible_edits_are_refused() -> None:
         classifier.relabel(*drawings([2], 12), taught_as=NAMES[0])
     with pytest.raises(CannotEdit, match="cannot be called"):
         classifier.rename(NAMES[0], "\x00")
+    assert not classifier.can_undo
+
+
+FAILING: dict[str, Callable[[ContinualClassifier, ContinualClassifier], object]] = {
+    "relabel": lambda classifier, _: classifier.relabel(
+        drawings([0], 2)[0], [NAMES[1]] * 2, taught_as=NAMES[0]
+    ),
+    "merge_classes": lambda classifier, _: classifier.merge_classes(NAMES[:2], "both"),
+    "join": lambda classifier, other: join(classifier, [other]),
+}
+
+
+@pytest.mark.parametrize("edit", FAILING)
+def test_an_edit_that_fails_leaves_the_model_unchanged(
+    edit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier, other = taught_whole("ncm", [0, 1]), taught_whole("ncm", [2])
+    before, number = classifier.predict_proba(TEST), classifier.network.number
+    set_tasks, calls = Network.set_tasks, list[str]()
+
+    def fail_once(self: Network, *arguments: Any) -> None:
+        calls.append("set_tasks")
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError("not positive-definite")
+        set_tasks(self, *arguments)
+
+    monkeypatch.setattr(Network, "set_tasks", fail_once)
+    expected = CannotEdit if edit == "relabel" else torch.linalg.LinAlgError
+    with pytest.raises(expected):
+        FAILING[edit](classifier, other)
+    np.testing.assert_array_equal(classifier.predict_proba(TEST), before)
+    assert classifier.classes_ == NAMES[:2]
+    assert classifier.network.number == number
+    assert not classifier.network.edits
     assert not classifier.can_undo
 
 

@@ -21,6 +21,7 @@ from coda_prompt import methods
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.data.renditions import STYLES
+from coda_prompt.data.sources import Split
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.methods.loranpac import LoRanPAC
 from coda_prompt.methods.ridge import RidgeClassifier
@@ -59,15 +60,15 @@ def main() -> None:
         print(f"| {row} | {' | '.join(cells)} | {condition} |", flush=True)
 
 
-def features(backbone: LoadedBackbone, split: object) -> Part:
+def features(backbone: LoadedBackbone, split: Split) -> Part:
     """Compute the features of all drawings; return them with classes and styles."""
     rows = []
-    for index in range(len(split.labels)):  # type: ignore[attr-defined]
-        image = split.image(index)  # type: ignore[attr-defined]
-        rows.append(eval_view(image, backbone.preprocessing, "squash"))
+    for index in range(len(split.labels)):
+        rows.append(eval_view(split.image(index), backbone.preprocessing, "squash"))
     with torch.inference_mode():
         computed = torch.cat([backbone.vit(batch) for batch in torch.stack(rows).split(100)])
-    return computed.clone(), split.labels, split.domains  # type: ignore[attr-defined]
+    assert split.domains is not None
+    return computed.clone(), split.labels, split.domains
 
 
 def measure(backbone: LoadedBackbone, row: str, seed: int, train: Part, test: Part) -> list[float]:

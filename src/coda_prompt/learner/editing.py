@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from coda_prompt import errors
 from coda_prompt.console import is_valid_class_name
@@ -119,9 +120,9 @@ def merge_classes(classifier: EditableEstimator, names: Sequence[str], into: str
     with _unchanged_on_error(classifier, previous):
         for state in additive_states(classifier):
             state.unite_classes(rows, rows[0])
-    tasks = rewritten(previous.description.tasks, dict.fromkeys(names, into))
-    what = f"merged {errors.join_names(names)} into {into}"
-    classifier._replace(previous, tasks, _edit(tasks, what, names, into))
+        tasks = rewritten(previous.description.tasks, dict.fromkeys(names, into))
+        what = f"merged {errors.join_names(names)} into {into}"
+        classifier._replace(previous, tasks, _edit(tasks, what, names, into))
 
 
 def forget(classifier: EditableEstimator, name: str) -> Forgotten:
@@ -189,15 +190,15 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
         rows = torch.from_numpy(labels).to(features.device)
         tokens, _ = engine.plain_tokens(method, samples)
         hashes = hash_images(images) if len(network.hashes.rows) else torch.zeros(len(rows), 0)
-        for state in states:
-            own = tokens if isinstance(state, UnknownDetector) else features
-            own = hashes if isinstance(state, LearnedHashes) else own
-            state.move_images(own, source, rows)
         tasks = _relabelled(network.tasks, taught_as, counts, new)
         what = f"relabelled {errors.counted(len(labels), 'image')} of {taught_as}"
         try:
+            for state in states:
+                own = tokens if isinstance(state, UnknownDetector) else features
+                own = hashes if isinstance(state, LearnedHashes) else own
+                state.move_images(own, source, rows)
             classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
-        except RuntimeError as error:  # LinAlgError: the classes would have negative variances
+        except LinAlgError as error:  # the classes would have negative variances
             raise errors.CannotEdit(f"these images were not taught as {taught_as}") from error
     return counts
 
@@ -236,8 +237,8 @@ def join(classifier: EditableEstimator, others: Sequence[EditableEstimator]) -> 
             pairs = zip(additive_states(classifier), additive_states(other), strict=False)
             for state, others_state in pairs:
                 state.absorb(others_state, rows)
-    edit = _edit(tasks, f"joined {1 + len(others)} models", [])
-    classifier._replace(previous, tasks, edit)
+        edit = _edit(tasks, f"joined {1 + len(others)} models", [])
+        classifier._replace(previous, tasks, edit)
 
 
 def row_of(classifier: EditableEstimator, name: str) -> int:

@@ -49,12 +49,6 @@ class AdditiveMethod(Method):
     def solve(self) -> None:
         """Compute from the sums what is needed to classify."""
 
-    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        sums = self.task_sums(labels)
-        assert sums is not None
-        sums.add_all(features, labels)
-        self.add_sums(sums)
-
     def drop_classes(self, rows: Sequence[int]) -> None:
         for part in self.statistics_parts():
             part.drop_classes(rows)

@@ -81,6 +81,11 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         self.sums.append(torch.zeros(new, self.vit_config.width))
         self.counts.append(torch.zeros(new))
 
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        sums = self.task_sums(labels)
+        sums.add_all(features, labels)
+        self.add_sums(sums)
+
     def task_sums(self, labels: Tensor) -> ClassSums:
         return ClassSums(self.sums.frozen, self.counts.frozen)
 

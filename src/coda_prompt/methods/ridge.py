@@ -107,9 +107,6 @@ class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
     def add_sums(self, sums: RidgeSums) -> None:
         self.statistics.add_sums(sums)
 
-    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        self.statistics.fit(features, labels, len(self.task_sizes))
-
     def solve(self) -> None:
         self.statistics.solve()
 

@@ -219,10 +219,7 @@ class Engine(Trainer):
         limits = {name: limit and limit * tasks for name, limit in budget.model_dump().items()}
 
         def reduce(value: float, operation: str) -> float:
-            if self.fabric.world_size == 1:
-                return value
-            tensor = torch.tensor(value, dtype=torch.float64, device=self.fabric.device)
-            return float(self._reduced(tensor, operation))
+            return float(self._reduced(torch.tensor(value, dtype=torch.float64), operation))
 
         return Meter(budget.model_copy(update=limits), reduce)
 
