@@ -362,7 +362,7 @@ def test_an_edit_that_fails_leaves_the_model_unchanged(
     with pytest.raises(expected):
         FAILING[edit](classifier, other)
     np.testing.assert_array_equal(classifier.predict_proba(TEST), before)
-    assert classifier.classes_ == NAMES[:2]
+    assert classifier.classes_ == list(NAMES[:2])
     assert classifier.network.number == number
     assert not classifier.network.edits
     assert not classifier.can_undo
