@@ -280,6 +280,29 @@ def test_the_host_waits_for_losses_once_in_ten_steps(
     assert many - few == 2
 
 
+def compiled_losses(compile: bool) -> list[float]:
+    (task,) = make_stream(patterns(4, 20), tasks=1).tasks
+    engine = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8, compile=compile))
+    return engine.learn(methods.make("coda-p", tiny_vit()), task)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_learn_the_same() -> None:
+    assert compiled_losses(True) == pytest.approx(compiled_losses(False), rel=1e-5)
+    assert torch._dynamo.utils.counters["frames"]["ok"]
+
+
+def test_training_goes_on_where_blocks_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(function: object) -> None:
+        raise RuntimeError("no C++ compiler\nset CXX")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    assert compiled_losses(True) == compiled_losses(False)
+    assert "torch.compile does not work here (no C++ compiler)" in caplog.text
+
+
 def test_a_non_finite_loss_is_noticed_when_the_host_waits() -> None:
     (task,) = make_stream(patterns(4, 40), tasks=1).tasks
     method = methods.make("ft++", tiny_vit())

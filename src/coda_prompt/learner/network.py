@@ -195,7 +195,7 @@ class Network:
             method=self.entry.name,
             method_sha256=self.entry.sha256,
             options=as_json(dataclasses.asdict(self.method.config)),
-            training=as_json(dataclasses.asdict(self.training)),
+            training=as_json(self.training.identity()),
             backbone=store.BackboneRecord(
                 name=self.backbone_name,
                 fingerprint=self.fingerprint,

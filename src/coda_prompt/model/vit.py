@@ -6,6 +6,7 @@ Only the class token is used in the end, so the last block computes nothing for 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from coda_prompt.model.linear import Linear
+
+log = logging.getLogger(__name__)
 
 Prefix = tuple[Tensor, Tensor]
 """Keys and values, each batch x rows x width (a batch of 1 serves every image)."""
@@ -385,6 +388,20 @@ class ViT(nn.Module):
                 tokens = self.blocks[index](*arguments)
             projected = None
         return tokens
+
+    def compile_blocks(self) -> None:
+        """Compile the blocks when they are next used, if torch.compile works on this device."""
+        if self.blocks[0]._compiled_call_impl is not None:
+            return
+        try:
+            torch.compile(F.gelu)(torch.ones(1, device=self.cls_token.device))
+        except (RuntimeError, ImportError, OSError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("torch.compile does not work here (%s); blocks are not compiled", reason)
+            return
+        torch._dynamo.config.suppress_errors = True  # a block that fails runs as it is
+        for block in self.blocks:
+            block.compile()
 
     @torch.no_grad()
     def start(self, images: Images, block: int = 0) -> StartedPass:

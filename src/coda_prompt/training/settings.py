@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,13 @@ class Training:
     """Random seed of the trial: class order, splits, initialisation, shuffling and augmentation."""
     workers: int = Field(default=0, ge=0, le=256)
     """Number of processes that decode images, per training process."""
+    compile: bool = False
+    """Compile the blocks of the ViT with torch.compile. Where that fails, training goes on without
+    it."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return all settings that decide what is learned (apart from rounding)."""
+        return {name: value for name, value in asdict(self).items() if name != "compile"}
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,8 @@ class Trainer(Passes):
         for network in method.modules():
             if isinstance(network, ViT):
                 network.recompute = self.training.recompute
+                if self.training.compile:
+                    network.compile_blocks()
         restored = None
         if run.checkpointer is not None:
             restored = run.checkpointer.restore_training(method, optimizer)
