@@ -1,10 +1,13 @@
-"""Measure the service under load: with and without batching, and while it learns.
+"""Measure the service under load: with and without batching, while it learns, and its model alone.
 
     python benchmarks/load.py [--requests 1500] [--callers 32] [--lessons-only] [--out FILE]
 
 Each service runs in its own process, as started by `coda serve`; this process sends the requests.
 The two services are measured alternately, and medians over rounds are reported. The models are that
 of the demo page for drawings, and for photographs one on `photo` that has learned two classes.
+
+What limits the throughput follows from the images a second that the model alone classifies in
+batches of several sizes, and the files a second that are decoded.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,7 @@ from drawings import drawings  # type: ignore[import-not-found]
 from serving import png, served, teach, wait_for_job  # type: ignore[import-not-found]
 
 ROUNDS = 3
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 async def load(
@@ -77,7 +83,9 @@ async def load(
     return {"answers": answers, "rate": requests / seconds, "latencies": latencies}
 
 
-def throughput(folder: Path, bodies: list[bytes], requests: int, callers: int) -> list[Any]:
+def throughput(
+    model: str, folder: Path, bodies: list[bytes], requests: int, callers: int
+) -> list[Any]:
     """Compare requests per second and latency with and without batching."""
     rates: dict[str, list[float]] = {"--batching": [], "--no-batching": []}
     latencies: dict[str, list[float]] = {name: [] for name in rates}
@@ -96,15 +104,50 @@ def throughput(folder: Path, bodies: list[bytes], requests: int, callers: int) -
     base = statistics.median(rates["--no-batching"])
     return [
         {
+            "model": model,
             "service": name,
             "callers": callers,
             "requests a second": statistics.median(measured),
-            "median ms": 1e3 * statistics.median(latencies[name]),
-            "99th percentile ms": 1e3 * float(np.percentile(latencies[name], 99)),
+            **percentiles(latencies[name]),
             "times faster": statistics.median(measured) / base,
         }
         for name, measured in rates.items()
     ]
+
+
+def percentiles(latencies: list[float]) -> dict[str, float]:
+    """Return the columns of latencies, in milliseconds."""
+    columns = {"median ms": 50, "95th percentile ms": 95, "99th percentile ms": 99}
+    return {
+        name: 1e3 * float(np.percentile(latencies, percent)) for name, percent in columns.items()
+    }
+
+
+def model_alone(folder: Path, bodies: list[bytes]) -> list[dict[str, Any]]:
+    """Measure how many images a second are decoded, and classified in batches of several sizes."""
+    classifier = ContinualClassifier.load(folder, verbose=False)
+    images = [np.asarray(Image.open(io.BytesIO(body))) for body in bodies]
+    rows = [{"step": "decode", "images a second": rate_of(lambda: decode(bodies), len(bodies))}]
+    for size in BATCH_SIZES:
+        batch = [images[index % len(images)] for index in range(size)]
+        rate = rate_of(partial(classifier.predict, batch), size)
+        rows.append({"step": f"classify {size} at once", "images a second": rate})
+    return rows
+
+
+def decode(bodies: list[bytes]) -> None:
+    for body in bodies:
+        Image.open(io.BytesIO(body)).convert("RGB").load()
+
+
+def rate_of(work: Callable[[], object], images: int) -> float:
+    """Return images a second, the median of a few calls after a first one."""
+    seconds = []
+    for _ in range(2 * ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return images / statistics.median(seconds[1:])
 
 
 def demo_model(folder: Path) -> Any:
@@ -169,6 +212,7 @@ def while_learning(
         "lessons": ", ".join(job["state"] for job in jobs),
         "versions": json.dumps(answers_by_version),
         "requests a second": run["rate"],
+        **percentiles(run["latencies"]),
     }
 
 
@@ -184,13 +228,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         drawings_folder, photo_folder = Path(temporary) / "drawings", Path(temporary) / "photo"
         images, lessons = demo_model(drawings_folder)
-        if not options.lessons_only:
-            bodies = [png(image) for image in images]
-            results["throughput"] = throughput(
-                drawings_folder, bodies, options.requests, options.callers
-            )
-            show(results["throughput"], "Throughput")
         photos, photo_lessons = photo_model(photo_folder)
+        if not options.lessons_only:
+            results["throughput"], results["model alone"] = [], []
+            for name, folder, shown, requests in (
+                ("drawings", drawings_folder, images, options.requests),
+                ("photographs", photo_folder, photos, options.requests // 4),
+            ):
+                bodies = [png(image) for image in shown]
+                results["throughput"] += throughput(name, folder, bodies, requests, options.callers)
+                results["model alone"] += [
+                    {"model": name, **r} for r in model_alone(folder, bodies)
+                ]
+            show(results["throughput"], "Throughput")
+            show(results["model alone"], "The model alone")
         results["while learning"] = [
             while_learning(name, folder, *data, options.during, options.callers)
             for name, folder, data in (
