@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_PROJECTION = 2048
 """Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
 POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
-PHOTO_TRAINING = {"micro_batch": 16}
+PHOTO_TRAINING = {"micro_batch": 12}
 """Of `photo` on CPUs: larger passes are not faster there, and memory grows with them."""
 POCKET_AUGMENTATION = Augmentation(scale=(0.6, 1.0), ratio=(0.8, 1.25), flip=0.5)
 

@@ -160,6 +160,7 @@ class RandomRidge(RandomFeatures):
             self._select_ridge(sums.selected, sums.selected_labels)
         if sums.gram is not None:
             self._add_packed(sums.blended_gram())
+            sums.gram = None  # frees its memory before the regression is solved
         self.sums.frozen = self.sums.frozen + sums.sums
         self.counts.frozen = self.counts.frozen + sums.counts
         self.solve()
@@ -299,7 +300,11 @@ class RandomRidge(RandomFeatures):
 
     def _add_packed(self, gram: Tensor) -> None:
         """Add a matrix to the Gram matrix, of which the upper triangle is stored."""
-        self.gram = self.gram + torch.cat([row[at:] for at, row in enumerate(gram)]).to(self.gram)
+        packed, start = self.gram.clone(), 0
+        for row, values in enumerate(gram):
+            packed[start : start + len(gram) - row] += values[row:]
+            start += len(gram) - row
+        self.gram = packed
 
     def _unpacked(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -385,7 +390,7 @@ class RidgeSums(TaskSums):
         self.sums = self.sums.index_add(1, chunk.labels, hidden.T)
         self.counts += torch.bincount(chunk.labels, minlength=len(self.counts))
         if self.gram is not None:
-            self.gram += hidden.T @ hidden
+            self.gram.addmm_(hidden.T, hidden)
         if self.statistics.blend and len(hidden):
             weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
             image_weight = weight * chunk.copies[:, None]  # copies count as one image
