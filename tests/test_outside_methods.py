@@ -20,6 +20,7 @@ from test_models import changed
 from torch import Tensor
 
 from coda_prompt import ContinualClassifier, methods
+from coda_prompt.cli import _error_in_method
 from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
 from coda_prompt.learner import store
@@ -93,6 +94,10 @@ def write_drawings(folder: Path) -> None:
             "line 9, in fit: ValueError",
         ),
         (
+            CLOSED_FORM.format(body="features @ features"),
+            "line 9, in fit: RuntimeError",
+        ),
+        (
             TRAINED.format(more="", returned="Loss.of(per_image)"),
             "features takes (self, images)",
         ),
@@ -140,6 +145,21 @@ def test_an_error_in_a_method_is_one_message(content: str, message: str, tmp_pat
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+def test_an_error_of_the_package_keeps_its_traceback(tmp_path: Path) -> None:
+    call = "from coda_prompt.data.images import required_min_side; required_min_side(None, None)"
+    (tmp_path / "mine.py").write_text(CLOSED_FORM.format(body=call))
+    write_drawings(tmp_path / "data")
+    arguments = ("learn", f"{tmp_path}/model", f"{tmp_path}/data", "--backbone", "pocket")
+    failed = coda(*arguments, "--method", f"{tmp_path}/mine.py:Mine")
+    assert failed.returncode == 1
+    assert "Traceback" in failed.stderr
+    assert "in required_min_side" in failed.stderr
+    method = methods.find(f"{tmp_path}/mine.py:Mine")  # while its file is loaded
+    with pytest.raises(AttributeError) as raised:
+        delattr(method, "undefined")
+    assert _error_in_method(raised.value) is None
 
 
 FAILS_LATER = """

@@ -105,26 +105,21 @@ class FinishedRun:
     def measures(self) -> dict[str, float]:
         """Compute all metrics (accuracy and forgetting in %) and costs of the run."""
         matrix, learned = self.matrix[:, self.tested], [self.learned[j] for j in self.tested]
-        parameters, counts = self.result["parameters"], self.result["test_images"]
+        parameters = self.result["parameters"]
+        counts = [self.result["test_images"][j] for j in self.tested]
         trained = (parameters["body"] + parameters["head"]) / (
             parameters["backbone"] + parameters["head"]
         )
         images, anytime = self.anytime_curve()
         classes = len(self.result.get("class_names", ()))  # older runs do not name them
         base, new = (
-            _weighted(
-                matrix[-1],
-                [counts[j] for j in self.tested],
-                [(row == 0) == first for row in learned],
-            )
+            _weighted(matrix[-1], counts, [(row == 0) == first for row in learned])
             for first in (True, False)
         )
         shares = {
             "A_N": metrics.average_accuracy(matrix, learned),
-            "weighted": metrics.weighted_accuracy(
-                matrix, [counts[j] for j in self.tested], learned
-            ),
-            "average_incremental": float(np.mean(self.accuracy_curve())),
+            "weighted": metrics.weighted_accuracy(matrix, counts, learned),
+            "average_incremental": metrics.average_incremental_accuracy(matrix, learned),
             "learning": metrics.learning_accuracy(matrix, learned),
             "own_classes": metrics.average_accuracy(self.own_classes[:, self.tested], learned),
             "F_paper": metrics.forgetting_paper(matrix, learned),

@@ -84,20 +84,21 @@ def _describe(error: OSError) -> str:
 
 
 def _error_in_method(error: Exception) -> str | None:
-    """Return a message for an error with a method of the user's own; None if there is none.
+    """Return a message for an error in a method of the user's own; None: the error is elsewhere.
 
-    It names the last line of the method that ran, else where its return value was refused.
+    It is in the method if no function of this package ran after the method's last line.
     """
-    if not any(name.startswith(METHOD_MODULE) for name in sys.modules):
+    last = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(METHOD_MODULE):
+            last = frame
+        elif module.partition(".")[0] == "coda_prompt":
+            last = None
+    if last is None:
         return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [
-        frame for frame in frames if frame.f_globals.get("__name__", "").startswith(METHOD_MODULE)
-    ]
-    frame = own[-1] if own else frames[-1]
-    where = f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
-    what = "in your method" if own else "outside your method, after what it returned or left out"
-    return f"There is an error {what}. {where}: {type(error).__name__}: {error}"
+    where = f"{last.f_code.co_filename}, line {last.f_lineno}, in {last.f_code.co_name}"
+    return f"There is an error in your method. {where}: {type(error).__name__}: {error}"
 
 
 def main() -> None:

@@ -63,16 +63,9 @@ def learn(
     from coda_prompt.learner.classifier import load_or_create
     from coda_prompt.learner.feedback import LearnerProgress
     from coda_prompt.shutdown import ShutdownFlag
-    from coda_prompt.training.fast import fast_precision
 
-    if watch is not None:
-        console.print_message("--watch is called --check now; the next version removes it")
-        check = watch
-    if fast and queries is not None:
-        raise BadOption("coda learn", "queries", "--fast computes exact ones; leave it out")
-    if fast and precision is None:
-        precision = fast_precision(devices.accelerator)
-    devices = dataclasses.replace(devices, precision=precision or "32-true")
+    check = watch or check
+    devices = _with_precision(devices, precision, queries, fast=fast)
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
         rank_zero = fabric.global_rank == 0
@@ -82,8 +75,7 @@ def learn(
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        lesson = f"{images.fingerprint} {images.names}"
-        note = (lesson, len(classifier.tasks_), resume_command())
+        note = f"{images.fingerprint} {images.names}", len(classifier.tasks_), resume_command()
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)
             return
@@ -298,6 +290,19 @@ def _print_lesson(
         output.message(f"this will take about {console.duration(seconds)}")
 
 
+def _with_precision(
+    devices: "Devices", precision: options.Precision, queries: options.Queries, *, fast: bool
+) -> "Devices":
+    """Return the devices with a precision, by default that of `--fast` if it is given."""
+    from coda_prompt.training.fast import fast_precision
+
+    if fast and queries is not None:
+        raise BadOption("coda learn", "queries", "--fast computes exact ones; leave it out")
+    if fast and precision is None:
+        precision = fast_precision(devices.accelerator)
+    return dataclasses.replace(devices, precision=precision or "32-true")
+
+
 def _fast_views(
     classifier: "ContinualClassifier", epochs: int | None, precision: str, output: console.Output
 ) -> int:
@@ -313,6 +318,12 @@ def _fast_views(
     return views
 
 
+def new_and_continued(learned: "Learned") -> str:
+    """Return in one line which classes of a lesson are new."""
+    new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
+    return f"new: {new}; continued: {continued}"
+
+
 def _print_learned(
     learned: "Learned", classifier: "ContinualClassifier", model: Path, as_json: bool
 ) -> None:
@@ -325,8 +336,7 @@ def _print_learned(
         console.print_json(fields)
         sys.stdout.flush()
         return
-    new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
-    lines = [f"new: {new}; continued: {continued}"]
+    lines = [new_and_continued(learned)]
     if learned.accuracy is not None:
         lines.append(
             f"on {counted(learned.held_out, 'held-out image')}: {percent(learned.accuracy)} among "

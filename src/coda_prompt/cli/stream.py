@@ -2,13 +2,17 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coda_prompt import console
 from coda_prompt.cli import options
-from coda_prompt.errors import counted, join_names
+from coda_prompt.cli.learner import new_and_continued
+from coda_prompt.errors import counted
+
+if TYPE_CHECKING:
+    from coda_prompt.learner.results import Learned
 
 app = typer.Typer()
 
@@ -64,24 +68,21 @@ def stream(
             arrivals = Arrivals(
                 classifier, model, folder, chunk, val, stop, on_event=progress.on_event
             )
-            lessons = 0
+            learned = None
             for learned in arrivals.lessons(watch=watch, idle=idle, poll=every):
-                lessons += 1
-                if as_json:
-                    console.print_json(dataclasses.asdict(learned), line=True)
-                    continue
-                new, continued = (
-                    join_names(names, 6) or "none" for names in (learned.new, learned.continued)
-                )
-                console.print_result(
-                    f"lesson {len(classifier.tasks_)}: "
-                    f"{counted(sum(learned.images.values()), 'image')}; "
-                    f"new: {new}; continued: {continued}"
-                )
-        if not lessons and not stop():
+                _print_lesson(learned, len(classifier.tasks_), as_json)
+        if learned is None and not stop():
             name = console.decode_file_name(str(folder))
             output.message(
                 f"{name}: no new image; images have to be in one folder for each class"
                 if classifier.classes_
                 else f"{name}: no image in it; images have to be in one folder for each class"
             )
+
+
+def _print_lesson(learned: "Learned", number: int, as_json: bool) -> None:
+    if as_json:
+        console.print_json(dataclasses.asdict(learned), line=True)
+        return
+    images = counted(sum(learned.images.values()), "image")
+    console.print_result(f"lesson {number}: {images}; {new_and_continued(learned)}")

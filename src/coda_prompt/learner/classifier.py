@@ -191,7 +191,7 @@ class ContinualClassifier(EditableEstimator):
         previous = self._model() if network.classes or stored else None
         with bar or contextlib.nullcontext(), restored_on_error(network.method):
             try:
-                record, learned = teach(
+                record, temperature, learned = teach(
                     network, images, task, engine, checkpointer, checked, find_duplicates
                 )
             except Exception as error:
@@ -201,7 +201,7 @@ class ContinualClassifier(EditableEstimator):
         if shown:
             feedback.warn(learned.hints)
         self._checkpointer = checkpointer
-        self._replace(previous, [*network.tasks, record])
+        self._replace(previous, [*network.tasks, record], temperature=temperature)
         seconds = time.perf_counter() - started
         return replace(learned, seconds=seconds, warnings=tuple(warnings), chosen=chosen)
 

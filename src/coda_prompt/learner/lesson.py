@@ -123,7 +123,7 @@ def teach(
     checkpointer: Checkpointer | None,
     checked: Labelled | None,
     find_duplicates: bool | None,
-) -> tuple[TaskRecord, Learned]:
+) -> tuple[TaskRecord, float, Learned]:
     """Train the method, and let the detector of unknown images and the hashes learn the images.
 
     Args:
@@ -136,7 +136,8 @@ def teach(
         find_duplicates: Compare the images with those of earlier lessons; None: if these did.
 
     Returns:
-        The record of the lesson for the model, and its outcome for the caller.
+        The record of the lesson for the model, the temperature of the probabilities after it, and
+        its outcome for the caller.
     """
     known, detector, hashes = network.classes, network.detector, network.hashes
     before, after, tokens, repeated = {}, {}, list[Tensor](), list[str]()
@@ -145,7 +146,7 @@ def teach(
     engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
     labels, positions = torch.from_numpy(task.train.labels), task.train.indices
     taught = detector and detector.learned(tokens[0], labels, network.method.classes_seen)
-    record = make_record(network, images, task, engine, taught)
+    record, temperature = make_record(network, images, task, engine, taught)
     if before and checked is not None:
         after = known_accuracies(network, checked, known, engine)
         record = record.model_copy(update={"watched": watched_accuracy(before, after)})
@@ -160,7 +161,7 @@ def teach(
         hashes, repeated = hashes.learned(images, names)
     # Assigned at the end: if anything above fails, the network is as before.
     network.detector, network.hashes = taught, hashes
-    return record, Learned(
+    outcome = Learned(
         new=tuple(record.new),
         continued=tuple(record.continued),
         images=record.images,
@@ -173,6 +174,7 @@ def teach(
         hints=(*hints, *repeated),
         held_out_images=tuple(task.test.indices.tolist()),
     )
+    return record, temperature, outcome
 
 
 def can_resume(error: Exception) -> bool:
@@ -193,8 +195,10 @@ def make_record(
     task: Task,
     engine: Engine,
     detector: UnknownDetector | None,
-) -> TaskRecord:
+) -> tuple[TaskRecord, float]:
     """Describe the lesson, with accuracy and temperature measured on its held-out images.
+
+    Also return the temperature of the probabilities after the lesson.
 
     Args:
         network: What has learned the lesson.
@@ -218,10 +222,11 @@ def make_record(
         for row, predicted in zip(labels.tolist(), logits.argmax(dim=1).tolist(), strict=True):
             counts = predictions.setdefault(names[row], {})
             counts[names[predicted]] = counts.get(names[predicted], 0) + 1
-        fits = [(each.temperature, each.fitted_on) for each in network.tasks]
-        used = network.fitted_temperature([*fits, (temperature, fitted_on)], detector)
+    fits = [(each.temperature, each.fitted_on) for each in network.tasks]
+    used = network.fitted_temperature([*fits, (temperature, fitted_on)], detector)
+    if len(task.test):
         error = calibration.expected_calibration_error(logits, labels, used)
-    return TaskRecord(
+    record = TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         new=new,
         continued=[name for name in images.names if name in known],
@@ -235,6 +240,7 @@ def make_record(
         files=images.fingerprint if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )
+    return record, used
 
 
 def watched_accuracy(

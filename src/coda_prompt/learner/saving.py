@@ -76,11 +76,15 @@ class SavedEstimator(Estimator):
         self._saved = model
 
     def _replace(
-        self, previous: store.Model | None, tasks: list[TaskRecord], edit: EditRecord | None = None
+        self,
+        previous: store.Model | None,
+        tasks: list[TaskRecord],
+        edit: EditRecord | None = None,
+        temperature: float | None = None,
     ) -> None:
         """Record that what is learned now is a new version that replaces `previous`."""
         network = self.network
-        network.set_tasks(tasks)  # first: if it fails, nothing is recorded
+        network.set_tasks(tasks, temperature)  # first: if it fails, nothing is recorded
         others = (*self._history.before, *self._history.after)
         number = max([network.number, *(each.number for each in others)]) + 1
         if previous is not None:

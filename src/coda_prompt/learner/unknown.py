@@ -33,7 +33,7 @@ from coda_prompt.learner.typicality import (
     histogram_bins,
     random_features,
 )
-from coda_prompt.methods.additive import absorb_rows, other_rows, unite_rows
+from coda_prompt.methods.additive import absorb_rows, drop_rows, unite_rows
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.moments import FeatureMoments
 
@@ -177,20 +177,20 @@ class UnknownDetector(nn.Module):
         self._add_pending()
         for part in self._parts():
             part.drop_classes(rows)
-        self.scores.keep(other_rows(len(self.scores), rows))
+        drop_rows([self.scores], rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
         self._add_pending()
         for part in self._parts():
             part.unite_classes(rows, into)
-        unite_rows(self.scores, rows, into)
+        unite_rows([self.scores], rows, into)
 
     def absorb(self, other: UnknownDetector, rows: Sequence[int]) -> None:
         self._add_pending()
         other._add_pending()
         for part, added in zip(self._parts(), other._parts(), strict=True):
             part.absorb(added, rows)
-        absorb_rows(self.scores, other.scores, rows)
+        absorb_rows([self.scores], [other.scores], rows)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; their scores stay with the class they were taught as."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -120,22 +120,30 @@ def other_rows(count: int, rows: Sequence[int]) -> Tensor:
     return torch.tensor([row for row in range(count) if row not in dropped], dtype=torch.int64)
 
 
-def unite_rows(bank: Bank, rows: Sequence[int], into: int) -> None:
-    """Replace row `into` of a bank by the sum of `rows`, and remove the others."""
-    positions = torch.tensor(list(rows), device=bank.frozen.device)
-    total = bank.frozen.index_select(bank.axis, positions).sum(dim=bank.axis, keepdim=True)
-    target = torch.tensor([into], device=bank.frozen.device)
-    bank.frozen = bank.frozen.index_copy(bank.axis, target, total)
-    bank.keep(other_rows(len(bank), [row for row in rows if row != into]))
+def drop_rows(banks: Iterable[Bank], rows: Sequence[int]) -> None:
+    """Remove `rows` from banks with a row for each class."""
+    for bank in banks:
+        bank.keep(other_rows(len(bank), rows))
 
 
-def absorb_rows(bank: Bank, other: Bank, rows: Sequence[int]) -> None:
-    """Add row k of another bank to row `rows[k]`; missing rows are appended."""
-    shape = list(bank.frozen.shape)
-    shape[bank.axis] = max([len(bank) - 1, *rows]) + 1 - len(bank)
-    bank.append(bank.frozen.new_zeros(shape))
-    positions = torch.tensor(list(rows), dtype=torch.int64, device=bank.frozen.device)
-    bank.frozen = bank.frozen.index_add(bank.axis, positions, other.frozen.to(bank.frozen))
+def unite_rows(banks: Iterable[Bank], rows: Sequence[int], into: int) -> None:
+    """Replace row `into` of each bank by the sum of `rows`, and remove the others."""
+    for bank in banks:
+        positions = torch.tensor(list(rows), device=bank.frozen.device)
+        total = bank.frozen.index_select(bank.axis, positions).sum(dim=bank.axis, keepdim=True)
+        target = torch.tensor([into], device=bank.frozen.device)
+        bank.frozen = bank.frozen.index_copy(bank.axis, target, total)
+        bank.keep(other_rows(len(bank), [row for row in rows if row != into]))
+
+
+def absorb_rows(banks: Iterable[Bank], others: Iterable[Bank], rows: Sequence[int]) -> None:
+    """Add row k of the other banks to row `rows[k]` of these; missing rows are appended."""
+    for bank, other in zip(banks, others, strict=True):
+        shape = list(bank.frozen.shape)
+        shape[bank.axis] = max([len(bank) - 1, *rows]) + 1 - len(bank)
+        bank.append(bank.frozen.new_zeros(shape))
+        positions = torch.tensor(list(rows), dtype=torch.int64, device=bank.frozen.device)
+        bank.frozen = bank.frozen.index_add(bank.axis, positions, other.frozen.to(bank.frozen))
 
 
 def without_classes(total: Tensor, sums: Tensor, counts: Tensor, rows: Sequence[int]) -> Tensor:

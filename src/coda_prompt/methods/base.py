@@ -143,7 +143,7 @@ class Method(nn.Module):
     @property
     def classes_seen(self) -> int:
         """Classes of all tasks, the one being learned included."""
-        return int(self.task_sizes.rows.sum())
+        return int(self.task_sizes.frozen.sum())
 
     # -- learning a task
 
@@ -328,7 +328,7 @@ class Method(nn.Module):
 
     def _is_consistent(self) -> bool:
         """Whether the banks that grow together have grown alike; asked after loading."""
-        return bool((self.task_sizes.rows >= 0).all())
+        return bool((self.task_sizes.frozen >= 0).all())
 
     def _misfit(self, problem: str) -> CorruptFile:
         return CorruptFile(f"The learned state of {self.name or type(self).__name__}", problem)

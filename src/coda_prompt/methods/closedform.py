@@ -16,7 +16,7 @@ from coda_prompt.methods.additive import (
     AdditiveMethod,
     AdditiveState,
     absorb_rows,
-    other_rows,
+    drop_rows,
     unite_rows,
 )
 from coda_prompt.methods.bank import Bank
@@ -74,6 +74,7 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         super().__init__(backbone, config)
         self.sums = Bank((backbone.config.width,))
         self.counts = Bank(dtype=torch.int64)
+        self.class_banks = (self.sums, self.counts)
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
@@ -100,19 +101,16 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         pass
 
     def drop_classes(self, rows: Sequence[int]) -> None:
-        for bank in (self.sums, self.counts):
-            bank.keep(other_rows(len(bank), rows))
+        drop_rows(self.class_banks, rows)
         super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        for bank in (self.sums, self.counts):
-            unite_rows(bank, rows, into)
+        unite_rows(self.class_banks, rows, into)
         super().unite_classes(rows, into)
 
     def absorb(self, other: NearestClassMean, rows: Sequence[int]) -> None:
         super().absorb(other, rows)
-        absorb_rows(self.sums, other.sums, rows)
-        absorb_rows(self.counts, other.counts, rows)
+        absorb_rows(self.class_banks, other.class_banks, rows)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         sums, sources = self.sums.frozen, torch.full_like(labels, source)
@@ -134,7 +132,7 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         return ParameterCount(0, self.sums.frozen.numel())
 
     def _is_consistent(self) -> bool:
-        rows = {len(self.sums), len(self.counts)}
+        rows = {len(bank) for bank in self.class_banks}
         return super()._is_consistent() and rows == {self.classes_seen}
 
 

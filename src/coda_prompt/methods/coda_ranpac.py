@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from coda_prompt.errors import CannotEdit
-from coda_prompt.methods.additive import other_rows
+from coda_prompt.methods.additive import drop_rows
 from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
@@ -45,11 +45,11 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
             self.head.close()
 
     def drop_classes(self, rows: Sequence[int]) -> None:
-        self._drop_head_rows(rows)
+        drop_rows((self.head.weight, self.head.bias), rows)
         super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        self._drop_head_rows([row for row in rows if row != into])
+        drop_rows((self.head.weight, self.head.bias), [row for row in rows if row != into])
         super().unite_classes(rows, into)
 
     def absorb(self, other: CodaRanPAC, rows: Sequence[int]) -> None:
@@ -57,11 +57,6 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
             "each of these models has learned prompts of its own, and sums of "
             "differently prompted features do not add up"
         )
-
-    def _drop_head_rows(self, rows: Sequence[int]) -> None:
-        kept = other_rows(self.classes_seen, rows)
-        self.head.weight.keep(kept)
-        self.head.bias.keep(kept)
 
     @property
     def fixed_features(self) -> bool:

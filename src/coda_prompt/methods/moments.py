@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coda_prompt.methods.additive import absorb_rows, other_rows, unite_rows, without_classes
+from coda_prompt.methods.additive import (
+    absorb_rows,
+    drop_rows,
+    other_rows,
+    unite_rows,
+    without_classes,
+)
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.sums import Chunk, TaskSums
 
@@ -152,6 +158,7 @@ class FeatureMoments(nn.Module):
         super().__init__()
         self.counts = Bank(dtype=torch.int64)
         self.sums = Bank((width,), dtype=torch.float64)
+        self.class_banks = (self.counts, self.sums)
         self.factors = ClassFactors(width) if removable else None
         side = 0 if removable else width
         self.register_buffer("total", torch.zeros(side, side, dtype=torch.float64))
@@ -203,19 +210,15 @@ class FeatureMoments(nn.Module):
             self.total = without_classes(self.total, self.sums.frozen, counts, rows)
         else:
             self.factors.drop_classes(rows)
-        kept = other_rows(len(self.counts), rows)
-        self.counts.keep(kept)
-        self.sums.keep(kept)
+        drop_rows(self.class_banks, rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        for bank in (self.counts, self.sums):
-            unite_rows(bank, rows, into)
+        unite_rows(self.class_banks, rows, into)
         if self.factors is not None:
             self.factors.unite_classes(rows, into)
 
     def absorb(self, other: FeatureMoments, rows: Sequence[int]) -> None:
-        absorb_rows(self.counts, other.counts, rows)
-        absorb_rows(self.sums, other.sums, rows)
+        absorb_rows(self.class_banks, other.class_banks, rows)
         if self.factors is None or other.factors is None:
             self.total = self.total + other.total
         else:
@@ -230,7 +233,7 @@ class FeatureMoments(nn.Module):
 
     def is_consistent(self, classes: int) -> bool:
         """Whether all sizes fit the number of classes."""
-        rows = {len(self.counts), len(self.sums)}
+        rows = {len(bank) for bank in self.class_banks}
         return rows == {classes} and (self.factors is None or self.factors.is_consistent(classes))
 
     def _count(self, features: Tensor, labels: Tensor, sign: int) -> None:

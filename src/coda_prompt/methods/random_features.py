@@ -25,6 +25,7 @@ class RandomFeatures(nn.Module):
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
         self.sums, self.weight = Bank(groups=projected), Bank(groups=projected)
         self.counts = Bank(dtype=torch.int64)
+        self.class_banks = (self.sums, self.weight, self.counts)
         self._projection: tuple[int, Tensor] | None = None
 
     @property
@@ -90,8 +91,7 @@ class RandomFeatureMethod(Method):
         return 1 - cosines(statistics.hidden(features), means.T)
 
     def _is_consistent(self) -> bool:
-        statistics = self.statistics
-        rows = {len(statistics.sums), len(statistics.weight), len(statistics.counts)}
+        rows = {len(bank) for bank in self.statistics.class_banks}
         return super()._is_consistent() and rows == {self.classes_seen}
 
 

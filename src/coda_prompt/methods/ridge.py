@@ -22,7 +22,7 @@ from coda_prompt.methods.additive import (
     AdditiveMethod,
     AdditiveState,
     absorb_rows,
-    other_rows,
+    drop_rows,
     unite_rows,
     without_classes,
 )
@@ -111,7 +111,9 @@ class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
         self.statistics.solve()
 
     def _is_consistent(self) -> bool:
-        return super()._is_consistent() and self.statistics.is_consistent(self.classes_seen)
+        factors = self.statistics.factors
+        fits = factors is None or factors.is_consistent(self.classes_seen)
+        return super()._is_consistent() and fits
 
 
 class RandomRidge(RandomFeatures):
@@ -227,25 +229,17 @@ class RandomRidge(RandomFeatures):
             gram = without_classes(self._unpacked(torch.float64), sums, counts, rows)
             self.gram = torch.zeros_like(self.gram)
             self._add_packed(gram)
-        kept = other_rows(self.classes, rows)
-        for bank in (self.sums, self.weight, self.counts):
-            bank.keep(kept)
+        drop_rows(self.class_banks, rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        for bank in (self.sums, self.weight, self.counts):
-            unite_rows(bank, rows, into)
+        unite_rows(self.class_banks, rows, into)
         if self.factors is not None:
             self.factors.unite_classes(rows, into)
 
     def absorb(self, other: RandomRidge, rows: Sequence[int]) -> None:
         if not torch.equal(self.seed.cpu(), other.seed.cpu()):
             raise CannotEdit("the models have different random features; use one seed for both")
-        for bank, others in (
-            (self.sums, other.sums),
-            (self.weight, other.weight),
-            (self.counts, other.counts),
-        ):
-            absorb_rows(bank, others, rows)
+        absorb_rows(self.class_banks, other.class_banks, rows)
         if self.factors is not None and other.factors is not None:
             self.factors.absorb(other.factors, rows)
         else:
@@ -264,11 +258,6 @@ class RandomRidge(RandomFeatures):
         self.counts.frozen[source] -= len(labels)
         if self.factors is not None:
             self.factors.move_images(hidden, source, labels)
-
-    def is_consistent(self, classes: int) -> bool:
-        """Whether all sizes fit the number of classes."""
-        rows = {len(self.sums), len(self.weight), len(self.counts)}
-        return rows == {classes} and (self.factors is None or self.factors.is_consistent(classes))
 
     def _balance(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, float]:
         """Reweight the sums as if all classes had the same number of images; overwrites `gram`.

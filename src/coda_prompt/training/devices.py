@@ -187,7 +187,7 @@ class Devices:
                 raise BadOption("the training", option, problem)
         devices, nodes = self.devices or devices, self.nodes or nodes
         strategy: Any = "auto"
-        if self.distributed:
+        if devices * nodes > 1:
             strategy_type = Sharded if self.strategy == "fsdp" else Replicated
             environment = None if external else LightningEnvironment()
             strategy = strategy_type(cluster_environment=environment)

@@ -242,8 +242,7 @@ class Engine(Trainer):
 
     def _all_batches(self, run: TaskRun, view: str) -> Iterator[TrainingBatch]:
         """Yield all images of the task, augmented or plain, in order, in every process."""
-        training = self.training
-        size = training.micro_batch or training.batch_size
+        training, size = self.training, self.pass_size
         positions = range(len(run.train))
         order = [list(positions[first : first + size]) for first in positions[::size]]
         epoch = Epoch(training.seed, run.index, 0, training.views) if view == "augmented" else None

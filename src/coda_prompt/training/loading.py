@@ -146,7 +146,8 @@ def batches(
         generator=keyed_generator(0, "workers"),
     )
     try:
-        for batch in _read_ahead(loader) if read_ahead and not workers else loader:
+        ahead = read_ahead and not workers and len(order) > 1
+        for batch in _read_ahead(loader) if ahead else loader:
             if isinstance(batch, _ReadError):
                 raise CodaError(batch.message)
             yield batch

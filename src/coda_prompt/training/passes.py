@@ -64,9 +64,9 @@ class Passes:
     ) -> None:
         self.views = views
         self.training = training or Training()
-        if not isinstance(fabric, Fabric):
-            fabric = Devices("auto" if fabric is None else fabric.device.type).fabric()
-        self.fabric: Fabric = fabric
+        if isinstance(fabric, LocalDevice):
+            fabric = Fabric(accelerator=fabric.device.type, devices=1)
+        self.fabric: Fabric = fabric or Devices().fabric()
         self.precision = str(self.fabric.strategy.precision.precision)
         if self.precision not in PRECISIONS:
             problem = f"'{self.precision}' would round the backbone itself; use one of {PRECISIONS}"
@@ -76,6 +76,7 @@ class Passes:
         self.on_event, self.should_stop = on_event, should_stop
         if self.fabric.world_size > 1:
             self.should_stop = any_rank(self.fabric, should_stop)
+        self.pass_size = self.training.micro_batch or self.training.batch_size
         memory = self.training.query_memory * 2**20
         self.queries = Queries(self.training.queries, memory, self._query_table, self._in_any)
 
@@ -167,15 +168,11 @@ class Passes:
                 if tokens is None:
                     tokens = before.new_zeros(len(samples), 2 * width)
                 tokens[batch.positions] = before
-            chunks.add(rows, batch, self._batch_size)
+            chunks.add(rows, batch, self.pass_size)
         chunks.flush()
         sums.reduce(self._reduced)
         if observe is not None and tokens is not None:
             observe(self._reduced(tokens, "sum"))
-
-    @property
-    def _batch_size(self) -> int:
-        return self.training.micro_batch or self.training.batch_size
 
     def _all_ranks(self, hashes: Tensor) -> Tensor:
         """Return the hashes of all processes; each has as many, some of them zero."""
@@ -273,8 +270,7 @@ class Passes:
                 are known for all of them.
         """
         processes = self.fabric.world_size
-        share = range(self.fabric.global_rank, len(samples), processes)
-        size = self._batch_size
+        share, size = range(self.fabric.global_rank, len(samples), processes), self.pass_size
         starts = range(0, max(1, math.ceil(len(samples) / processes)), size)
         order = [list(share[first : first + size]) for first in starts]
         workers = self.training.workers

@@ -109,9 +109,10 @@ class Trainer(Passes):
         self, run: TaskRun, stage: Stage, position: TrainingPosition, epochs_before: int
     ) -> list[float]:
         method, epochs = run.method, stage.epochs or self.training.epochs
-        groups = stage.groups or [ParameterGroup(method.trainable_parameters())]
+        trainable = method.trainable_parameters()
+        groups = stage.groups or [ParameterGroup(trainable)]
         trained = {id(parameter) for group in groups for parameter in group.parameters}
-        paused = [each for each in method.trainable_parameters() if id(each) not in trained]
+        paused = [each for each in trainable if id(each) not in trained]
         for parameter in paused:
             parameter.requires_grad_(False)
         optimizer = self._optimizer(method, stage, groups)
@@ -343,7 +344,8 @@ class Trainer(Passes):
         finite = value.isfinite()
         # The gradient scaler of 16-mixed provokes overflows and skips those steps itself.
         if self.precision != "16-mixed":
-            gradients = [each.grad for each in method.trainable_parameters()]
+            groups = training.optimizer.param_groups
+            gradients = [each.grad for group in groups for each in group["params"]]
             checks = [each.isfinite().all() for each in gradients if each is not None]
             finite = torch.stack([finite, *checks]).all()
         if stage.clip_norm is not None:
