@@ -169,6 +169,8 @@ def test_the_command_prints_a_line_for_each_lesson(tmp_path: Path) -> None:
     again = coda("stream", str(tmp_path / "model"), str(tmp_path / "inbox"))
     assert (again.returncode, again.stdout) == (0, "")
     assert "no new image" in again.stderr
+    assert "were learned" in again.stderr
+    assert "one folder" not in again.stderr
     (tmp_path / "empty").mkdir()
     empty = coda("stream", str(tmp_path / "other"), str(tmp_path / "empty"))
     assert "empty: no image in it" in empty.stderr

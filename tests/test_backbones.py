@@ -91,6 +91,13 @@ def test_drawings_and_photographs_are_told_apart() -> None:
         assert np.mean(found) < 0.1, (size, colour)
 
 
+def test_a_product_photographed_on_white_is_no_drawing() -> None:
+    for seed in range(20):
+        pixels = np.full((96, 96, 3), 255, np.uint8)
+        pixels[36:60, 20:76] = np.asarray(scene(seed, 96, True))[36:60, 20:76]
+        assert not is_drawing(Image.fromarray(pixels))
+
+
 def write_folder(root: Path, **classes: list[Image.Image]) -> Path:
     for name, images in classes.items():
         (root / name).mkdir(parents=True)

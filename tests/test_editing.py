@@ -454,6 +454,22 @@ def test_history_has_accuracy_edits_and_the_cost_for_older_classes(tmp_path: Pat
     assert "->" in shown
 
 
+def test_history_after_merge_classes_has_the_accuracy_of_the_united_classes() -> None:
+    classifier = untaught("ncm")
+    classifier.learn(*drawings([0, 1, 2], 20), validation=0.5)
+    classifier.learn(*drawings([3, 4], 20), validation=0.5)
+    before = [task["predictions"] for task in classifier.tasks_]
+    classifier.merge_classes([NAMES[0], NAMES[1]], "both")
+    first, second = classifier.history().entries[:2]
+    united = {NAMES[0], NAMES[1]}
+    for entry, rows in zip((first, second), before, strict=True):
+        pairs = [(true, each, n) for true, row in rows.items() for each, n in row.items()]
+        right = sum(n for true, each, n in pairs if true == each or {true, each} == united)
+        assert entry.accuracy == pytest.approx(right / sum(n for *_, n in pairs))
+    assert first.accuracy_own is None
+    assert second.accuracy_own is not None
+
+
 # -- interrupted edits
 
 

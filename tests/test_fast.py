@@ -84,8 +84,10 @@ def test_a_fast_lesson_says_how_many_views_it_has(folder: Path, tmp_path: Path) 
 
 
 def test_a_closed_form_has_nothing_to_train_fast(folder: Path, tmp_path: Path) -> None:
-    arguments = ["learn", str(tmp_path / "model"), str(folder), "--backbone", "pocket", "--fast"]
-    done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, BadOption)
-    assert "ranpac has nothing to train" in str(done.exception)
+    """It is refused before the folder is read."""
+    for images in (folder, tmp_path / "missing"):
+        arguments = ["learn", str(tmp_path / "model"), str(images), "--backbone", "pocket"]
+        done = CliRunner().invoke(app, [*arguments, "--fast"])
+        assert isinstance(done.exception, BadOption)
+        assert "ranpac has nothing to train" in str(done.exception)
     assert not (tmp_path / "model").exists()

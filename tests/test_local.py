@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from small import PLAIN_VIEWS, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.errors import BadOption
+from coda_prompt.training.devices import Devices
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.local import LocalDevice, find_device
 
@@ -40,9 +43,23 @@ def test_the_best_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("cpu").device == torch.device("cpu")
 
 
-def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(BadOption, match="cannot be used here"):
-        find_device("there-is-none")
+@pytest.mark.parametrize("find", [find_device, lambda name: Devices(name).fabric()])
+def test_a_device_that_is_not_here_is_refused(
+    find: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name in ("cuda", "there-is-none"):
+        message = f"Option 'device': '{name}' cannot be used on this machine; use auto, cpu."
+        with pytest.raises(BadOption) as refused:
+            find(name)
+        assert str(refused.value) == message
+
+
+def test_a_fabric_prints_nothing_about_its_precision(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Devices("cpu", precision="bf16-mixed").fabric()
+    assert not caplog.records
 
 
 def test_processes_of_torchrun_get_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:

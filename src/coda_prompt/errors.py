@@ -57,10 +57,11 @@ class UnknownName(CodaError):
 
 
 class BadOption(CodaError):
-    """An option has a value that cannot be used."""
+    """An option has a value that cannot be used; `owner` may be empty."""
 
     def __init__(self, owner: str, field: str, problem: str) -> None:
-        super().__init__(f"Option '{field}' of {owner}: {problem}.")
+        where = f" of {owner}" if owner else ""
+        super().__init__(f"Option '{field}'{where}: {problem}.")
 
 
 class WrongType(CodaError, TypeError):

@@ -73,6 +73,9 @@ def learn(
             stack.enter_context(store.exclusive_writer(model))
         one_stage = queries == "one-stage"
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
+        if fast and classifier.closed_form:
+            problem = f"{classifier.method_name} has nothing to train; leave it out"
+            raise BadOption("coda learn", "fast", problem)
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_), resume_command()
@@ -309,11 +312,7 @@ def _fast_views(
     """Return the number of views of `--fast`, and print what it does."""
     from coda_prompt.training.fast import describe_fast, fast_views
 
-    network = classifier.network
-    if network.method.closed_form:
-        problem = f"{classifier.method_name} has nothing to train; leave it out"
-        raise BadOption("coda learn", "fast", problem)
-    views = fast_views(epochs or network.training.epochs)
+    views = fast_views(epochs or classifier.network.training.epochs)
     output.message(describe_fast(f"{views} view{'s' if views > 1 else ''}", precision))
     return views
 

@@ -51,6 +51,7 @@ def stream(
 
     The same command resumes after an interruption, and learns only images that are new.
     """
+    from coda_prompt.data.live import labelled_files
     from coda_prompt.learner import store
     from coda_prompt.learner.arrivals import Arrivals
     from coda_prompt.learner.classifier import load_or_create
@@ -72,10 +73,11 @@ def stream(
             for learned in arrivals.lessons(watch=watch, idle=idle, poll=every):
                 _print_lesson(learned, len(classifier.tasks_), as_json)
         if learned is None and not stop():
-            name = console.decode_file_name(str(folder))
+            name, images = console.decode_file_name(str(folder)), len(labelled_files(folder))
             output.message(
-                f"{name}: no new image; images have to be in one folder for each class"
-                if classifier.classes_
+                f"{name}: no new image; the {counted(images, 'image')} in it were learned, or left "
+                "out as unreadable, before"
+                if images
                 else f"{name}: no image in it; images have to be in one folder for each class"
             )
 

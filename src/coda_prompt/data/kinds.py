@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from coda_prompt.data.images import convert_channels
@@ -15,17 +16,19 @@ SHADING = (5, 40)
 """Range of grey levels among a pixel and its neighbours where a surface is shaded: the edge of a
 stroke has more contrast, paper and filled areas have less."""
 LEAST_PAPER, PAPER_PER_SHADING = 0.4, 4.0
+MOST_COLOURS = 5.0
+"""Largest standard deviation of colours in the direction in which they vary second most. Mixtures
+of one ink and the paper lie on a line; the colours of photographed objects do not."""
 
 
 def is_drawing(image: Image.Image) -> bool:
-    """Return whether an image is a drawing: much paper of one tone, and little shading beside it.
+    """Return whether an image is a drawing: much paper of one tone, little shading, one ink.
 
-    Both are shares of the pixels of a small grey copy. Paper and ink may have any tone and colour;
-    each quadrant has its own paper, so that uneven light on a photographed sheet does not matter.
+    Paper and shading are shares of the pixels of a small grey copy. Paper and ink may have any tone
+    and colour; each quadrant has its own paper, so that uneven light on a photographed sheet does
+    not matter.
     """
-    small = convert_channels(image, 1).copy()
-    small.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
-    grey = np.asarray(small).astype(np.int64)
+    grey = _small_copy(image, 1)
     around = np.lib.stride_tricks.sliding_window_view(np.pad(grey, 1, mode="edge"), (3, 3))
     contrast = around.max(axis=(2, 3)) - around.min(axis=(2, 3))
     shaded = (contrast >= SHADING[0]) & (contrast <= SHADING[1])
@@ -37,4 +40,17 @@ def is_drawing(image: Image.Image) -> bool:
             near = np.convolve(levels, np.ones(2 * PAPER + 1), mode="same")
             paper[quadrant] = abs(grey[quadrant] - near.argmax()) <= PAPER
     shading = float((shaded & ~paper).mean())
-    return float(paper.mean()) >= LEAST_PAPER + PAPER_PER_SHADING * shading
+    if paper.mean() < LEAST_PAPER + PAPER_PER_SHADING * shading:
+        return False
+    colours = _small_copy(image, 3)[~paper]
+    if len(colours) < 2:
+        return True
+    variances = np.linalg.eigvalsh(np.cov(colours.T))  # ascending
+    return float(variances[1]) <= MOST_COLOURS**2
+
+
+def _small_copy(image: Image.Image, channels: int) -> NDArray[np.int64]:
+    """Return the pixels of a small copy, H x W, or H x W x 3 in colour."""
+    small = convert_channels(image, channels).copy()
+    small.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
+    return np.asarray(small).astype(np.int64)

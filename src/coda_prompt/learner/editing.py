@@ -274,12 +274,17 @@ def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> l
                 seen.add(name)
             elif name not in new and name not in continued:
                 continued.append(name)
+        predictions = held_out.renamed(task.predictions, names)
         changes: dict[str, Any] = {
             "new": new,
             "continued": continued,
             "images": images,
-            "predictions": held_out.renamed(task.predictions, names),
+            "predictions": predictions,
         }
+        if (accuracy := held_out.accuracy(predictions)) != held_out.accuracy(task.predictions):
+            changes["accuracy"] = accuracy
+        if len(images) < len(task.images):  # no longer the classes it was measured among
+            changes["accuracy_own"] = None
         if None in names.values():  # nothing of a class that is left out remains
             changes["files"] = None
         result.append(task.model_copy(update=changes))

@@ -150,6 +150,11 @@ class Estimator:
         return self._entry.name
 
     @property
+    def closed_form(self) -> bool:
+        """Whether the method is fitted in closed form: there is nothing to train."""
+        return self._entry.type.closed_form
+
+    @property
     def backbone_name(self) -> str:
         """Name of the backbone; with `auto`, the one that was chosen."""
         return self.network.backbone_name

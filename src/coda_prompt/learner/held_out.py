@@ -48,6 +48,13 @@ def renamed(counts: Counts, names: Mapping[str, str | None]) -> Counts:
     return result
 
 
+def accuracy(counts: Counts) -> float | None:
+    """Return the share of correct predictions; None without images."""
+    images = sum(sum(row.values()) for row in counts.values())
+    correct = sum(row.get(true, 0) for true, row in counts.items())
+    return correct / images if images else None
+
+
 def summarize(tasks: Iterable[TaskRecord]) -> HeldOutSummary:
     """Sum up the held-out images of all lessons."""
     rows: dict[str, Counter[str]] = {}

@@ -20,9 +20,11 @@ DUPLICATE = 0.998
 SIMILAR = 6.0
 """Squared Mahalanobis distance of class means, less what sampling adds. Halves of one class have 0
 to 6, the closest classes of the pocket dataset 8 or more; 6 is an error of 11 % between the two."""
-MISLABELLED, SMALL_LESSON, MISLABELLED_SMALL = 20.0, 300, 10.0
-"""Log-likelihood ratio of another class against its own class from which an image is suspicious.
-In lessons of fewer images the covariance is shrunk more, and ratios are smaller."""
+MISLABELLED = 20.0
+"""Log-likelihood ratio of another class against its own class from which an image is suspicious."""
+SMALL_LESSON, MISLABELLED_SMALL, MIN_SUSPICIOUS = 300, 10.0, 3
+"""In lessons of fewer images the covariance is shrunk more, and ratios are smaller: this ratio is
+enough if so many images have it."""
 MIN_SHARE = 0.0075
 """Lessons without wrong labels have fewer suspicious images (docs/lab/unknown.md)."""
 MAX_SHOWN, MAX_OF_A_GROUP = 5, 3
@@ -114,8 +116,10 @@ def _hints_of_distances(
     distances.scatter_(1, own[:, None], torch.inf)
     ratios = (distance - distances.amin(dim=1)) / 2
     ratios[counts[own] < 3] = -torch.inf
-    limit = MISLABELLED if len(features) >= SMALL_LESSON else MISLABELLED_SMALL
-    suspicious = int((ratios > limit).sum())
+    suspicious = int((ratios > MISLABELLED).sum())
+    if len(features) < SMALL_LESSON:
+        several = int((ratios > MISLABELLED_SMALL).sum())
+        suspicious = several if several >= MIN_SUSPICIOUS else suspicious
     if suspicious < MIN_SHARE * len(features):
         suspicious = 0
     for index in ratios.argsort(descending=True)[: min(suspicious, MAX_SHOWN)].tolist():

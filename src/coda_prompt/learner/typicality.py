@@ -47,7 +47,7 @@ FAR = 6.0
 are no drawings, and says little about others."""
 PRIOR_IMAGES = 2400
 """Number of images that the prior counts as in means and covariances."""
-PRIOR_CLASSES = 15
+PRIOR_CLASSES = 5
 """Number of classes that the prior counts as in `DEPTH_EXPONENT`."""
 DEPTH_EXPONENT = 0.25
 """The more classes are known, the closer is an unusual image of a known class to one of them: low

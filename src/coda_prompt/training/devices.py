@@ -34,6 +34,7 @@ from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import BadOption, CodaError, Interrupted, ProcessDied
 from coda_prompt.methods import Method
 from coda_prompt.shutdown import exit_with_parent
+from coda_prompt.training.local import check_device
 
 Strategy = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
@@ -191,20 +192,22 @@ class Devices:
             strategy_type = Sharded if self.strategy == "fsdp" else Replicated
             environment = None if external else LightningEnvironment()
             strategy = strategy_type(cluster_environment=environment)
+        check_device(self.accelerator)
         precision: dict[str, Any] = {"precision": self.precision}
         if self.precision == "64-true":
             precision = {"plugins": Double()}
         try:
-            return Fabric(
-                accelerator=self.accelerator,
-                devices=devices,
-                num_nodes=nodes,
-                strategy=strategy,
-                **precision,
-            )
+            with _without_info_logs():
+                return Fabric(
+                    accelerator=self.accelerator,
+                    devices=devices,
+                    num_nodes=nodes,
+                    strategy=strategy,
+                    **precision,
+                )
         except Exception as error:  # Fabric's exceptions differ between accelerators
             problem = f"{devices} x '{self.accelerator}' cannot be used here ({error})"
-            raise BadOption("the training", "device", problem) from error
+            raise BadOption("", "devices", problem) from error
 
     @contextlib.contextmanager
     def launch_processes(self) -> Iterator[Fabric]:
@@ -276,7 +279,7 @@ def _started_externally() -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _without_info_logs() -> Iterator[None]:
-    """Hide Fabric's messages about the ranks it starts."""
+    """Hide Fabric's messages about the ranks it starts and the precision it uses."""
     level = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from coda_prompt.errors import BadOption, join_names
+
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
@@ -38,11 +40,24 @@ def find_device(name: str) -> Fabric | LocalDevice:
     Raises:
         BadOption: There is no such device.
     """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    kinds = [kind for kind in available if available[kind]] + ["cpu"]
-    kind = kinds[0] if name == "auto" else name
-    if kind in kinds and not EXTERNAL & os.environ.keys():
-        return LocalDevice(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
-    from coda_prompt.training.devices import Devices
+    check_device(name)
+    if EXTERNAL & os.environ.keys():
+        from coda_prompt.training.devices import Devices
 
-    return Devices(name).fabric()
+        return Devices(name).fabric()
+    kind = _available()[0] if name == "auto" else name
+    return LocalDevice(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
+
+
+def check_device(name: str) -> None:
+    """Raise BadOption if `name` is no device of this machine."""
+    available = _available()
+    if name != "auto" and name not in available:
+        names = join_names(["auto", *available])
+        raise BadOption("", "device", f"'{name}' cannot be used on this machine; use {names}")
+
+
+def _available() -> list[str]:
+    """Return the kinds of devices that torch can use here, the fastest first."""
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [kind for kind in usable if usable[kind]] + ["cpu"]
