@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import io
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 import httpx
 import numpy as np
 from PIL import Image
+from services import service
 from speed import machine, show
 from teach import photographs
 
@@ -40,7 +40,7 @@ from coda_prompt.storage.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from drawings import drawings  # type: ignore[import-not-found]
-from serving import png, served, teach, wait_for_job  # type: ignore[import-not-found]
+from serving import png, teach, wait_for_job  # type: ignore[import-not-found]
 
 ROUNDS = 3
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -89,10 +89,9 @@ def throughput(
     """Compare requests per second and latency with and without batching."""
     rates: dict[str, list[float]] = {"--batching": [], "--no-batching": []}
     latencies: dict[str, list[float]] = {name: [] for name in rates}
-    threads = {"OMP_NUM_THREADS": f"{os.cpu_count()}"}
     with (
-        served(str(folder), "--batching", **threads) as on,
-        served(str(folder), "--no-batching", **threads) as off,
+        service(str(folder), "--batching") as on,
+        service(str(folder), "--no-batching") as off,
     ):
         for turn in range(ROUNDS + 1):
             for name, client in (("--batching", on), ("--no-batching", off)):
@@ -179,7 +178,7 @@ def while_learning(
     """Check that every answer during two lessons is that of the model version it names."""
     bodies = [png(image) for image in images]
     versions = [ContinualClassifier.load(folder)]
-    with served(str(folder)) as client:
+    with service(str(folder)) as client:
         jobs = []
 
         async def both() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ import httpx
 import numpy as np
 from matplotlib.cbook import get_sample_data
 from PIL import Image
+from services import service
 from speed import machine, show
 
 from coda_prompt.cli.serve import PHOTOGRAPHS
@@ -30,10 +30,8 @@ from coda_prompt.storage.files import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from drawings import drawings  # type: ignore[import-not-found]
-from serving import png, served  # type: ignore[import-not-found]
+from serving import png  # type: ignore[import-not-found]
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-"""As `coda serve` sets it; here torch is imported before the command runs."""
 IMAGES = 12
 FRAME = 320
 """Pixels of a square frame of the page's camera."""
@@ -104,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     backbone = ("--backbone", options.photo) if options.photo else ()
-    with served(*backbone, OMP_NUM_THREADS="2") as client:
+    with service(*backbone) as client:
         rows = [
             measure(client, "drawings", "/", sketches, options.lessons),
             measure(client, "photographs", f"/models/{PHOTOGRAPHS}/", photographs, options.lessons),
