@@ -16,8 +16,8 @@ from coda_prompt.errors import BadOption
 from coda_prompt.training.fast import fast_precision, fast_views
 
 
-@pytest.mark.parametrize(("epochs", "views"), [(1, 1), (3, 1), (9, 1), (10, 2), (20, 4), (50, 10)])
-def test_there_is_one_view_for_every_five_epochs(epochs: int, views: int) -> None:
+@pytest.mark.parametrize(("epochs", "views"), [(1, 1), (2, 1), (3, 2), (9, 5), (10, 5), (20, 10)])
+def test_there_is_one_view_for_every_two_epochs(epochs: int, views: int) -> None:
     assert fast_views(epochs) == views
 
 
@@ -46,19 +46,19 @@ def test_a_fast_benchmark_has_exact_queries_of_recurring_views() -> None:
     exact = load_benchmark("pocket", [(("training", "queries"), "cached")])
     fast = load_benchmark("pocket", [(("training", "queries"), "cached"), (("fast",), True)])
     training = fast.method_training("coda-p", 0)
-    assert (training.queries, training.views, training.epochs) == ("exact", 1, 3)
+    assert (training.queries, training.views, training.epochs) == ("exact", 2, 3)
     assert exact.method_training("coda-p", 0).views is None
     assert fast.resolved(["coda-p"]).method_training("coda-p", 0) == training
-    chosen = load_benchmark("pocket", [(("training", "views"), 2), (("fast",), True)])
-    assert chosen.method_training("coda-p", 0).views == 2
+    chosen = load_benchmark("pocket", [(("training", "views"), 1), (("fast",), True)])
+    assert chosen.method_training("coda-p", 0).views == 1
     longer = load_benchmark("pocket", [(("training", "epochs"), 20), (("fast",), True)])
-    assert longer.method_training("coda-p", 0).views == 4
+    assert longer.method_training("coda-p", 0).views == 10
 
 
 def test_fast_says_what_it_does_and_takes_no_other_queries() -> None:
     done = CliRunner().invoke(app, ["bench", "pocket", "--fast", "--dry-run"])
     assert done.exit_code == 0, done.output
-    assert "--fast: one view for every 5 epochs per image, each with one query" in done.output
+    assert "--fast: one view for every 2 epochs per image, each with one query" in done.output
     done = CliRunner().invoke(app, ["bench", "pocket", "--fast", "--queries", "cached"])
     assert isinstance(done.exception, BadOption)
     assert "--fast computes exact ones" in str(done.exception)

@@ -94,7 +94,7 @@ class Benchmark(Section):
     """Take queries from the first blocks of the prompted pass, whose prompts then start one block
     later (option `query` of the prompt methods)."""
     fast: bool = False
-    """Train with one augmented view for every five epochs, whose query is computed once: exact
+    """Train with one augmented view for every two epochs, whose query is computed once: exact
     queries at nearly the cost of cached ones."""
     training: dict[str, Any] = {}
     """Fields of `Training` for every method; a method's own section overrides them."""

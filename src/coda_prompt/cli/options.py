@@ -72,7 +72,7 @@ Fast = Annotated[
     bool,
     typer.Option(
         "--fast",
-        help="Train faster: one augmented view for every five epochs, whose query is computed "
+        help="Train faster: one augmented view for every two epochs, whose query is computed "
         "once, and bfloat16 where the processor has it. Changes results slightly.",
     ),
 ]
