@@ -61,6 +61,13 @@ def test_one_image_in_every_form(png: Path) -> None:
         assert np.array_equal(pixels(file)[0], COLOURS)
 
 
+@pytest.mark.parametrize("dtype", [str, object])
+def test_an_array_of_paths_is_many_images(png: Path, dtype: type) -> None:
+    found = pixels(np.array([str(png), str(png)], dtype=dtype))
+    assert len(found) == 2
+    np.testing.assert_array_equal(found[0], COLOURS)
+
+
 def test_layouts_are_told_apart() -> None:
     first = COLOURS.transpose(2, 0, 1)
     stack = np.stack([COLOURS, COLOURS])

@@ -97,7 +97,11 @@ def relabel(
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Move images that were taught as the wrong class; FOLDER has them under the right name."""
+    """Move images that were taught as the wrong class; FOLDER has them under the right name.
+
+    Whether they were taught cannot be checked: leave out images that were held out (`--val`) or
+    never taught.
+    """
     with _edited(model, backbone, method) as classifier:
         counts = classifier.relabel(folder, taught_as=taught_as)
     if as_json:

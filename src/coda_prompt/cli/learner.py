@@ -73,9 +73,7 @@ def learn(
             stack.enter_context(store.exclusive_writer(model))
         one_stage = queries == "one-stage"
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
-        if fast and classifier.closed_form:
-            problem = f"{classifier.method_name} has nothing to train; leave it out"
-            raise BadOption("coda learn", "fast", problem)
+        views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_), resume_command()
@@ -83,7 +81,6 @@ def learn(
             _finish_saving(model, writes=rank_zero)
             return
         _print_lesson(classifier, images, checked, epochs, output)
-        views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         stack.enter_context(stop.handling_signals())
         with LearnerProgress(output.quiet) as progress:
             learned = classifier.learn(
@@ -312,6 +309,9 @@ def _fast_views(
     """Return the number of views of `--fast`, and print what it does."""
     from coda_prompt.training.fast import describe_fast, fast_views
 
+    if classifier.closed_form:
+        problem = f"{classifier.method_name} has nothing to train; leave it out"
+        raise BadOption("coda learn", "fast", problem)
     views = fast_views(epochs or classifier.network.training.epochs)
     output.message(describe_fast(f"{views} view{'s' if views > 1 else ''}", precision))
     return views

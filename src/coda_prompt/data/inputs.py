@@ -59,6 +59,8 @@ def image_items(data: Any, channels: Channels = "rgb") -> list[Any] | NDArray[An
     """
     if isinstance(data, str | os.PathLike):
         items: Any = image_paths([data], _warn)
+    elif isinstance(data, np.ndarray) and data.dtype.kind in "UO":
+        items = data.tolist()  # an array of paths or of images
     elif isinstance(data, np.ndarray | torch.Tensor):
         items = _stack_items(data)
     elif isinstance(data, Image.Image | bytes | bytearray) or hasattr(data, "read"):

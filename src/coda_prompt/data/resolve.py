@@ -47,6 +47,7 @@ from coda_prompt.errors import (
     MissingData,
     UnknownName,
     WrongType,
+    counted,
 )
 
 MAX_SAMPLES = 40
@@ -255,7 +256,8 @@ def _open_items(data: Any, labels: Any, skip_bad: bool, channels: Channels) -> L
         labels = [labels] * len(items)
     names, rows = _number([str(label) for label in _check_labels(labels)])
     if len(rows) != len(items):
-        raise BadOption("the images", "labels", f"{len(rows)} labels for {len(items)} images")
+        problem = f"{counted(len(rows), 'label')} for {counted(len(items), 'image')}"
+        raise BadOption("the images", "labels", problem)
     if isinstance(items, np.ndarray) and items.dtype == np.uint8 and items.shape[3:] in ((), (3,)):
         return Labelled(ArraySplit(items, rows), names)
     if all(isinstance(item, str | os.PathLike) for item in items):

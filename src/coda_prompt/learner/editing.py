@@ -199,7 +199,10 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
                 state.move_images(own, source, rows)
             classifier._replace(previous, tasks, _edit(tasks, what, [taught_as, *images.names]))
         except LinAlgError as error:  # the classes would have negative variances
-            raise errors.CannotEdit(f"these images were not taught as {taught_as}") from error
+            raise errors.CannotEdit(
+                f"these images were not taught as {taught_as}",
+                "Give only images that were, without those held out to measure the lesson.",
+            ) from error
     return counts
 
 
