@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import coda_prompt
@@ -83,3 +85,9 @@ def test_there_is_no_pickle_and_no_eval() -> None:
         used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         assert sum(ast.unparse(node) == "torch.load" for node in used) == safe, path
         assert not safe or path.name == "weights.py", path
+
+
+def test_no_function_has_more_than_60_lines_of_code() -> None:
+    tool = Path(__file__).parents[1] / "tools" / "count_lines.py"
+    done = subprocess.run([sys.executable, str(tool)], capture_output=True, text=True, check=True)
+    assert "functions over 60 lines: 0" in done.stdout, done.stdout
