@@ -47,7 +47,7 @@ from coda_prompt.methods.base import cosines
 from coda_prompt.methods.coda import component_weights
 from coda_prompt.methods.options import make_config
 from coda_prompt.methods.sums import TaskSums
-from coda_prompt.model.vit import Images, StartedPass
+from coda_prompt.model.vit import Images, StartedPass, _compiler_works
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import Views
@@ -299,8 +299,10 @@ def test_training_goes_on_where_blocks_cannot_be_compiled(
         raise RuntimeError("no C++ compiler\nset CXX")
 
     monkeypatch.setattr(torch, "compile", fail)
+    _compiler_works.cache_clear()
     assert compiled_losses(True) == compiled_losses(False)
     assert "torch.compile does not work here (no C++ compiler)" in caplog.text
+    _compiler_works.cache_clear()
 
 
 def test_a_non_finite_loss_is_noticed_when_the_host_waits() -> None:
