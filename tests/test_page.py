@@ -519,6 +519,7 @@ def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -
         page.fill("#name", "Red")  # the known class with another capital
         send_files(page, "#teaching", colours(180, 0, 0, count=1), "drop")
         shows(page, "#name-hint", "“red” is known already")
+        page.wait_for_selector(".class-name")  # the file is read after the name is compared
         assert page.locator(".class-name").all_inner_texts() == ["red"]
         with store.exclusive_writer(photo_model):  # as another command that changes the model
             page.click("#teach")
