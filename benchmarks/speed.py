@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import platform
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from PIL import Image
 from textbook import TextbookCoda
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from coda_prompt import methods
 from coda_prompt.bench.environment import PeakMemory
@@ -91,18 +95,29 @@ def batch_for(name: str, size: int, method: CodaPrompt) -> tuple[Tensor, Tensor]
 
 
 def product_step(
-    method: CodaPrompt, images: Tensor, labels: Tensor, cached: bool, bfloat16: bool = False
+    method: CodaPrompt,
+    images: Tensor,
+    labels: Tensor,
+    cached: bool,
+    bfloat16: bool = False,
+    micro_batch: int | None = None,
 ) -> Step:
     """Return a training step as the engine does it; cached queries are in memory."""
-    known = method.queries(images)
+    known, size = method.queries(images), micro_batch or len(images)
+
+    def batch(part: slice) -> TrainingBatch:
+        if cached:
+            return TrainingBatch(images[part], labels[part], known[part])
+        started = method.backbone.start(images[part], method.first_block)
+        return TrainingBatch(started, labels[part], method.queries(started))
 
     def step() -> None:
         method.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            seen: Any = images if cached else method.backbone.start(images, method.first_block)
-            queries = known if cached else method.queries(seen)
-            loss = method.loss(TrainingBatch(seen, labels, queries))
-        (loss.mean.mean() + loss.penalty).backward()
+        for first in range(0, len(images), size):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                loss = method.loss(batch(slice(first, first + size)))
+            total = loss.mean.sum() / len(images)
+            (total if first else total + loss.penalty).backward()
 
     return step
 
@@ -123,6 +138,7 @@ def steps_of(name: str, size: int) -> dict[str, Step]:
         "textbook": textbook_step(TextbookCoda(method), images, labels),
         "exact": product_step(method, images, labels, cached=False),
         "cached": product_step(method, images, labels, cached=True),
+        "exact, micro-batch 8": product_step(method, images, labels, cached=False, micro_batch=8),
         "exact, bfloat16": product_step(method, images, labels, cached=False, bfloat16=True),
         "cached, bfloat16": product_step(method, images, labels, cached=True, bfloat16=True),
     }
@@ -148,6 +164,49 @@ def multiply_adds(step: Step) -> float:
     with MultiplyAddCounter() as counter:
         step()
     return counter.count
+
+
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside it while they exist.
+
+    Unlike resident memory this is the same in every run: it has no fragmentation of the heap, no
+    buffers of libraries, and no pages that were freed before and are used again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        results = operation(*args, **(kwargs or {}))
+        for tensor in _tensors(results):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._alive:
+                freed = functools.partial(self._freed, key, size)
+                self._alive[key] = weakref.ref(storage, freed)
+                self.now += size
+        self.peak = max(self.peak, self.now)
+        return results
+
+    def _freed(self, key: int, size: int, _: object) -> None:
+        del self._alive[key]
+        self.now -= size
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def peak_of_tensors(step: Step) -> float:
+    """Return the MiB of the tensors that a step makes and that exist at the same time, at most."""
+    with TensorMemory() as memory:
+        step()
+    return memory.peak / 2**20
 
 
 def peak_above(build: Callable[[], Step]) -> float:
@@ -205,6 +264,7 @@ def training(quick: bool) -> list[dict[str, Any]]:
                     "seconds": seconds[variant],
                     "forwards": multiply_adds(step) / forward,
                     "MiB": memory_in_subprocess("step", name, str(size), variant),
+                    "MiB of tensors": peak_of_tensors(step),
                 }
             )
         rows.append(_fast(rows))
@@ -213,6 +273,7 @@ def training(quick: bool) -> list[dict[str, Any]]:
         row["times faster"] = base["seconds"] / row["seconds"]
         row["counted"] = base["forwards"] / row["forwards"]
         row["memory"] = row["MiB"] / base["MiB"]
+        row["tensors"] = row["MiB of tensors"] / base["MiB of tensors"]
     return rows
 
 
@@ -228,7 +289,8 @@ def _fast(rows: list[dict[str, Any]], epochs: int = 20) -> dict[str, Any]:
         name: share * exact[name] + (1 - share) * cached[name] for name in ("seconds", "forwards")
     }
     step = f"fast, {epochs} epochs"
-    return {**cached, "step": step, **means, "MiB": max(exact["MiB"], cached["MiB"])}
+    most = {name: max(exact[name], cached[name]) for name in ("MiB", "MiB of tensors")}
+    return {**cached, "step": step, **means, **most}
 
 
 def _one_forward(name: str, size: int) -> Step:
@@ -237,6 +299,48 @@ def _one_forward(name: str, size: int) -> Step:
     book = TextbookCoda(method)
     images, _ = batch_for(name, size, method)
     return torch.no_grad()(lambda: book.vit(images))
+
+
+def limit(quick: bool) -> list[dict[str, Any]]:
+    """Compare the exact step in float32 with its operations at the highest rate of the machine.
+
+    The rate is that of the fastest of many products of large square matrices. `times faster at
+    most` is the speed of the exact step over the textbook if all its operations ran at that rate
+    and everything else took no time.
+    """
+    peak = _highest_rate()
+    rows: list[dict[str, Any]] = []
+    for name in ("ViT-S/14, 112 px",) if quick else ("ViT-B/16", "ViT-S/14, 112 px"):
+        steps = {variant: steps_of(name, 16)[variant] for variant in ("textbook", "exact")}
+        seconds = interleaved(steps, 5)
+        operations = {variant: 2 * multiply_adds(step) for variant, step in steps.items()}
+        share = {each: operations[each] / seconds[each] / peak for each in steps}
+        rows.append(
+            {
+                "backbone": name,
+                "highest GFLOP/s": peak / 1e9,
+                "textbook, % of it": 100 * share["textbook"],
+                "exact, % of it": 100 * share["exact"],
+                "times faster": seconds["textbook"] / seconds["exact"],
+                "times faster at most": seconds["textbook"] * peak / operations["exact"],
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def _highest_rate() -> float:
+    """Return the most float32 operations a second of a product of square matrices."""
+    rates = []
+    for size in (512, 1024, 2048, 4096):
+        layer = Linear(size, size).requires_grad_(False)  # oneDNN
+        inputs = torch.randn(size, size)
+        for product in (layer, functools.partial(torch.mm, layer.weight)):
+            for _ in range(3 + 20 * 1024 // size):
+                started = time.perf_counter()
+                product(inputs)
+                rates.append(2 * size**3 / (time.perf_counter() - started))
+    return max(rates)
 
 
 def evaluation(quick: bool) -> list[dict[str, Any]]:
@@ -454,6 +558,7 @@ def pipeline(quick: bool) -> list[dict[str, Any]]:
 
 PARTS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
     "training": training,
+    "limit": limit,
     "evaluation": evaluation,
     "components": components_alone,
     "growth": growth,

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from coda_prompt import methods
 from coda_prompt.methods import TaskBrief, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.model.vit import ViT
+from coda_prompt.model.vit import ViT, ViTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import speed
@@ -85,3 +85,39 @@ def test_textbook_costs_four_forward_passes_and_the_package_fewer() -> None:
     assert textbook / forward == pytest.approx(4, rel=0.05)
     assert exact / forward < 2.9
     assert cached / forward < 1.95
+
+
+def test_memory_of_a_step_relative_to_the_textbook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count tensors, not resident memory, with 65 tokens and heads of 64 channels as in `photo`."""
+    small = ViTConfig(image_size=32, patch_size=4, width=192, heads=3, mlp_width=768)
+    monkeypatch.setitem(speed.VITS, "small", small)
+    steps = speed.steps_of("small", 16)
+    peaks = {name: speed.peak_of_tensors(step) for name, step in steps.items()}
+    ratios = {name: peak / peaks["textbook"] for name, peak in peaks.items()}
+    assert ratios["exact"] < 0.56
+    assert ratios["cached"] < 0.54
+    assert ratios["exact, micro-batch 8"] < 0.30
+    assert ratios["exact, bfloat16"] < 0.44
+    assert ratios["cached, bfloat16"] < 0.44
+
+
+def test_memory_of_tensors_is_counted_while_they_exist() -> None:
+    def step() -> None:
+        first = torch.ones(2**18)  # 1 MiB
+        second = first + 1
+        del first
+        second.view(2, -1).add_(1)
+        torch.cat([second, second])
+
+    assert speed.peak_of_tensors(step) == 3.0
+
+
+def test_micro_batches_accumulate_the_gradient_of_the_batch() -> None:
+    method = tiny_in_task(2)
+    images, labels = torch.randn(5, 1, 16, 16), torch.tensor([2, 3, 3, 2, 3])
+    gradients = []
+    for micro_batch in (None, 2):
+        speed.product_step(method, images, labels, cached=False, micro_batch=micro_batch)()
+        gradients.append([each.grad for each in method.trainable_parameters()])
+    for whole, accumulated in zip(*gradients, strict=True):
+        assert_close(accumulated, whole)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from coda_prompt.model.attention import AttentionInFloat32
 from coda_prompt.model.linear import Linear
 
 log = logging.getLogger(__name__)
@@ -161,13 +162,12 @@ class Attention(nn.Module):
                 torch.cat([rows.expand(key.shape[0], -1, -1).to(own.dtype), own], dim=1)
                 for rows, own in zip(prefix, (key, value), strict=True)
             )
+            query = query.contiguous()  # a view would keep the keys and values for backward twice
         by_head = [  # B x heads x tokens x D/h
             rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in (query, key, value)
         ]
         if query.dtype == torch.bfloat16 and query.device.type == "cpu":
-            # On CPUs attention in bfloat16 takes three times as long as in float32.
-            with torch.autocast("cpu", enabled=False):
-                attended = F.scaled_dot_product_attention(*(rows.float() for rows in by_head))
+            attended = AttentionInFloat32.apply(*by_head)  # type: ignore[no-untyped-call]
         else:
             attended = F.scaled_dot_product_attention(*by_head)
         return self.proj(attended.transpose(1, 2).flatten(2))
