@@ -6,7 +6,9 @@ Each process computes its share of the images; every process gets all results.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import get_args
 
 import numpy as np
@@ -22,12 +24,14 @@ from coda_prompt.methods.sums import TaskSums
 from coda_prompt.model.vit import Images
 from coda_prompt.training.chunks import Chunks
 from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
-from coda_prompt.training.loading import TEST_VIEW, Batch, Views, batches
+from coda_prompt.training.loading import TEST_VIEW, Batch, Item, Views, batches
 from coda_prompt.training.local import LocalDevice
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
 
 PRECISIONS = get_args(Precision)
+PARALLEL_BATCHES = 16
+"""Batches from which a pass computes one batch a core; fewer would leave cores idle at the end."""
 STEPS_WITHOUT_WAITING = 10
 """Steps after which the host waits for the losses of an accelerator; on CPUs nothing waits."""
 Booleans = NDArray[np.bool_]
@@ -124,7 +128,8 @@ class Passes:
         """Compute the logits of all samples in order, N x classes seen in float64 on the CPU."""
         self._move_to_device(method)
         method.eval()
-        return self._table(samples, lambda images, _: method.logits(images)).double().cpu()
+        table = self._table(samples, lambda images, _: method.logits(images), parallel=True)
+        return table.double().cpu()
 
     def _class_means(self, method: Method, samples: Samples, classes: tuple[int, ...]) -> Tensor:
         sums, rows = None, torch.tensor(classes, device=self.fabric.device)
@@ -162,7 +167,7 @@ class Passes:
 
         chunks = Chunks(sums, self._all_ranks)
         passed = None if observe is not None else method
-        for batch, rows in self._rows(samples, compute, passed):
+        for batch, rows in self._rows(samples, compute, passed, parallel=passed is None):
             if observe is not None:
                 before, rows = rows.split([2 * width, width], dim=1)
                 if tokens is None:
@@ -205,6 +210,7 @@ class Passes:
             lambda images, _: torch.cat(
                 [tokens := vit.plain_tokens(images), vit.norm(tokens[:, :width])], dim=1
             ),
+            parallel=True,
         )
         before, after = table.split([2 * width, width], dim=1)
         return before.contiguous(), after.contiguous()
@@ -219,13 +225,15 @@ class Passes:
         samples: Samples,
         compute: Callable[[Images, Tensor | None], Tensor],
         method: Method | None = None,
+        *,
+        parallel: bool = False,
     ) -> Tensor:
         """Compute one row per un-augmented sample, in order, from its image and its query.
 
-        Without a method, no query is passed.
+        Without a method, no query is passed. `parallel`: see `_rows`.
         """
         table: Tensor | None = None
-        for batch, rows in self._rows(samples, compute, method, cache=True):
+        for batch, rows in self._rows(samples, compute, method, cache=True, parallel=parallel):
             if table is None:
                 table = rows.new_zeros(len(samples), rows.shape[1])
             table[batch.positions] = rows
@@ -241,20 +249,32 @@ class Passes:
         method: Method | None,
         *,
         cache: bool = False,
+        parallel: bool = False,
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Compute one row per un-augmented sample of this process; yield them with their batch.
 
         Args:
             compute: Gets the images and their queries; without a method, no queries.
             cache: Cache the queries of all samples, because they are needed again.
+            parallel: Several threads may call `compute` at the same time; a `Meter` would not
+                count them.
         """
         done = 0
-        for batch in self._pass_over(samples):
+
+        @torch.no_grad()  # for the thread that runs it
+        def rows_of(batch: Batch) -> Tensor:
             with self.fabric.autocast():
                 seen: tuple[Images, Tensor | None] = (batch.images, None)
                 if method is not None:
                     seen = self.queries.images_and_queries(method, batch, samples, cache=cache)
-                rows = compute(*seen)
+                return compute(*seen)
+
+        on_cores = parallel and self.fabric.device.type == "cpu" and self.fabric.world_size == 1
+        enough = len(samples) >= PARALLEL_BATCHES * self.pass_size
+        threads = torch.get_num_threads() if on_cores and enough else 1
+        passed = self._pass_over(samples)
+        computed = ((batch, rows_of(batch)) for batch in passed)
+        for batch, rows in computed if threads == 1 else _in_order(passed, rows_of, threads):
             done += len(batch.positions) * self.fabric.world_size
             self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
             yield batch, rows
@@ -314,6 +334,28 @@ class Passes:
         method.to(self.fabric.device, self.dtype)
         if isinstance(self.fabric.strategy, Replicated):
             self.fabric.strategy.prepare(method)
+
+
+def _in_order(
+    batches: Iterable[Item], compute: Callable[[Item], Tensor], threads: int
+) -> Iterator[tuple[Item, Tensor]]:
+    """Yield batches with what threads compute from them, in order; each computes on one core.
+
+    If all cores computed the same batch, each operation would wait for the core that also decodes
+    images.
+    """
+    pending: deque[tuple[Item, Future[Tensor]]] = deque()
+    try:
+        with ThreadPoolExecutor(threads, "pass", torch.set_num_threads, (1,)) as pool:
+            for batch in batches:
+                pending.append((batch, pool.submit(compute, batch)))
+                if len(pending) > threads:
+                    first, rows = pending.popleft()
+                    yield first, rows.result()
+            for batch, rows in pending:
+                yield batch, rows.result()
+    finally:
+        torch.set_num_threads(threads)  # threads that start later would have one, too
 
 
 def _without_images(samples: Samples, order: list[list[int]]) -> Iterator[Batch]:

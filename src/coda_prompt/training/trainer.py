@@ -322,15 +322,9 @@ class Trainer(Passes):
         value = torch.zeros((), device=self.fabric.device, dtype=self.dtype)
         optimizer.zero_grad()
         for number in range(last + 1):
-            batch = self.fabric.to_device(next(data.loaded))
-            with self.fabric.autocast():
-                if data.samples is None:
-                    inputs = TrainingBatch(None, batch.labels, None, batch.images, stage.name)
-                else:
-                    images, queries = self.queries.images_and_queries(method, batch, data.samples)
-                    inputs = TrainingBatch(images, batch.labels, queries, None, stage.name)
             with self.fabric.no_backward_sync(module, enabled=number < last):
-                loss = module(inputs)
+                # No variable refers to the batch: its memory is free in the backward pass.
+                loss = module(self._next_batch(method, data, stage.name))
                 if not isinstance(loss, Loss):
                     problem = f"its loss returns {type(loss).__name__}, not Loss"
                     raise errors.BadMethod(method.name, f"{problem}; use Loss.of(per_image)")
@@ -352,3 +346,12 @@ class Trainer(Passes):
             self.fabric.clip_gradients(module, optimizer, max_norm=stage.clip_norm)
         optimizer.step()
         return value, finite
+
+    def _next_batch(self, method: Method, data: EpochData, stage: str) -> TrainingBatch:
+        """Return this process's share of the next micro-batch with its queries."""
+        batch = self.fabric.to_device(next(data.loaded))
+        if data.samples is None:
+            return TrainingBatch(None, batch.labels, None, batch.images, stage)
+        with self.fabric.autocast():
+            images, queries = self.queries.images_and_queries(method, batch, data.samples)
+        return TrainingBatch(images, batch.labels, queries, None, stage)
