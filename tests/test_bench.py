@@ -35,6 +35,17 @@ def test_json_output_has_one_row_per_method_only(tiny_runs: tuple[Path, dict[str
     assert len(rows["ncm"]["difference"]["interval"]) == 2
 
 
+def test_what_a_run_stores_is_counted(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
+    """Nearest class mean: the sum and the count of each class, the number of classes of tasks."""
+    out, printed = tiny_runs
+    result = json.loads((out / "tiny" / "ncm" / "trial-0" / "result.json").read_text())
+    classes, tasks = len(result["class_names"]), len(result["tasks"])
+    width = result["parameters"]["head"] // classes
+    assert result["learned_bytes"] == classes * (4 * width + 8) + 8 * tasks
+    (row,) = (row for row in printed["rows"] if row["method"] == "ncm")
+    assert row["learned_mib"]["mean"] == pytest.approx(result["learned_bytes"] / 2**20)
+
+
 def test_every_number_can_be_traced_to_a_run_folder(tiny_runs: tuple[Path, dict[str, Any]]) -> None:
     out, printed = tiny_runs
     accuracies = []

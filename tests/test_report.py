@@ -103,7 +103,7 @@ def _without_times(lines: list[str]) -> list[str]:
     """Remove seconds and memory, the last two columns of the cost table."""
     separators = re.compile(r" [|&] ")
     return [
-        " ".join(separators.split(line)[:-2]) if separators.findall(line)[7:] == [] else line
+        " ".join(separators.split(line)[:-2]) if separators.findall(line)[8:] == [] else line
         for line in lines
     ]
 

@@ -139,6 +139,7 @@ class FinishedRun:
             "training_gmac": operations["training"] / GIGA,
             "inference_gmac": operations["inference"] / GIGA,
             "total_gmac": self._training_cost(operations["training"]) / GIGA,
+            "learned_mib": self.result.get("learned_bytes", math.nan) / MEBI,  # not in older runs
             "seconds": self.result["seconds"],
             "memory_mib": self.result["peak_memory_bytes"] / MEBI,
         }

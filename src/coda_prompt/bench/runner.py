@@ -274,6 +274,7 @@ def _write_result(job: Job, recorder: Recorder, memory: PeakMemory) -> None:
         "untrained": [names[label] for task in tasks for label in task.untrained],
         "notes": job.stream.notes,
         "learned_sha256": tensors_sha256(state),
+        "learned_bytes": sum(tensor.nbytes for tensor in state.values()),
         "parameters": parameter_counts(job.method, job.backbone),
         "multiply_adds": _count_operations(job),
         "seconds": seconds,

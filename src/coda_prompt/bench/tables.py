@@ -58,6 +58,7 @@ COST = {
     "training_gmac": "G mult-adds, training",
     "inference_gmac": "G mult-adds, inference",
     "total_gmac": "G mult-adds in all",
+    "learned_mib": "stored MiB",
     "seconds": "seconds",
     "memory_mib": "peak MiB",
 }
@@ -78,6 +79,7 @@ MEANINGS = {
     "G mult-adds, training": "Billion multiply-adds to train on one image once.",
     "G mult-adds, inference": "Billion multiply-adds to classify one image.",
     "G mult-adds in all": "Billion multiply-adds of the whole training.",
+    "stored MiB": "Size of everything that was learned, without the frozen backbone.",
     "BWT %": "Backward transfer: change of earlier tasks since they were learned.",
     "FWT %": "Forward transfer: accuracy on tasks before they are learned, above chance.",
     "A_AUC %": "Area under the curve of accuracy over the images seen so far.",
@@ -95,10 +97,23 @@ MEANINGS = {
 LOWER_IS_BETTER = ("F_paper", "F_max")
 SHORT = ("A_N", "F_paper", "learning", "own_classes", "trained_parameters", "seconds")
 """Measures in the table that `coda bench` prints."""
-CONSTANT = {"trained_parameters", "final_parameters", "training_gmac", "inference_gmac"}
+CONSTANT = {
+    "trained_parameters",
+    "final_parameters",
+    "training_gmac",
+    "inference_gmac",
+    "learned_mib",
+}
 """Measures that are the same in every trial."""
 SETTINGS = ("epochs", "batch_size", "learning_rate", "schedule", "queries")
-DIGITS = {"training_gmac": 3, "inference_gmac": 3, "total_gmac": 0, "seconds": 0, "memory_mib": 0}
+DIGITS = {
+    "training_gmac": 3,
+    "inference_gmac": 3,
+    "total_gmac": 0,
+    "learned_mib": 2,
+    "seconds": 0,
+    "memory_mib": 0,
+}
 LATEX = {
     **{letter: f"\\{letter}" for letter in "%_&#{}$"},
     "\\": r"\textbackslash{}",
