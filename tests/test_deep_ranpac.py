@@ -1,4 +1,4 @@
-"""Deep RanPAC, compared with loops over images and blocks and an explicit ridge regression."""
+"""Deep and Token RanPAC, compared with loops over images and blocks and an explicit regression."""
 
 from __future__ import annotations
 
@@ -66,10 +66,67 @@ def test_the_classifier_is_ridge_regression_on_random_features_of_them() -> None
     torch.testing.assert_close(method.logits(images).double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_prompted_features_have_the_prefixes_of_the_first_task() -> None:
+def hidden_of_tokens(features: Tensor, projection: Tensor) -> Tensor:
+    """What Token RanPAC's regression sees of one image, one token after the other."""
+    tokens = [token / token.norm() for token in features.split(32)]
+    random = torch.tensor([max(0.0, float(tokens[-2] @ column)) for column in projection.T])
+    parts = [random * (2 / len(random)) ** 0.5, *(token / len(tokens) ** 0.5 for token in tokens)]
+    return torch.cat(parts) / 2**0.5
+
+
+@torch.no_grad()
+def test_token_ranpac_also_sees_the_tokens_themselves() -> None:
+    vit, generator = tiny_vit(), torch.Generator().manual_seed(0)
+    method = methods.make("token-ranpac", vit, width=24, ridge=0.2, last_blocks=2)
+    images = torch.randn(20, 1, 16, 16, generator=generator)
+    labels = torch.arange(20) % 4
+    for rows in (labels < 2, labels >= 2):
+        method.begin_task(brief(method, new=2))
+        method.fit(method.features(images[rows], None), None, labels[rows])
+        method.end_task()
+    projection = method.statistics.projection(images)
+    assert projection.shape == (32, 24)
+    rows = [tokens_of_blocks(vit, image, 2, {}) for image in images]
+    hidden = torch.stack([hidden_of_tokens(row, projection) for row in rows]).double()
+    assert hidden.shape == (20, 24 + 4 * 32)
+    damped = hidden.T @ hidden + 0.2 * torch.eye(hidden.shape[1], dtype=torch.float64)
+    targets = torch.nn.functional.one_hot(labels).double()
+    expected = hidden @ torch.linalg.solve(damped, hidden.T @ targets)
+    torch.testing.assert_close(method.logits(images).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_random_features_and_tokens_have_the_same_weight() -> None:
+    method = methods.make("token-ranpac", tiny_vit(), width=4096)
+    method.begin_task(brief(method, new=1))
+    features = torch.randn(64, 6 * 32, generator=torch.Generator().manual_seed(0))
+    random, tokens = method.statistics.hidden(features).split([4096, 6 * 32], dim=1)
+    torch.testing.assert_close(tokens.square().sum(dim=1), torch.full((64,), 0.5))
+    assert float(random.square().sum(dim=1).mean()) == pytest.approx(0.5, rel=0.05)
+
+
+@torch.no_grad()
+def test_blended_sums_of_tokens_contain_no_single_image() -> None:
+    """One image alone dominates every feature, whatever its sign."""
+    method = methods.make("token-ranpac", tiny_vit(), width=24, blend=True)
+    method.begin_task(brief(method, new=2))
+    features = torch.randn(41, 6 * 32, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(41, dtype=torch.int64)
+    sums = method.task_sums(labels)
+    sums.add_all(features[:1], labels[:1])
+    active = method.statistics.hidden(features[:1])[0] != 0
+    assert active[24:].all()
+    assert not sums.is_shared()[active].any()
+    sums = method.task_sums(labels)
+    sums.add_all(features, labels)
+    assert sums.is_shared()[24:].all()
+
+
+@pytest.mark.parametrize("name", ["coda-p-deep-ranpac", "coda-p-token-ranpac"])
+def test_prompted_features_have_the_prefixes_of_the_first_task(name: str) -> None:
     vit = tiny_vit()
     stream = make_stream(patterns(4, train=8), tasks=2, seed=0)
-    method = methods.make("coda-p-deep-ranpac", vit, components=4, width=32, ridge=1.0)
+    method = methods.make(name, vit, components=4, width=32, ridge=1.0)
     engine = Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=8))
     for task in stream.tasks:
         engine.learn(method, task)
@@ -86,7 +143,7 @@ def test_prompted_features_have_the_prefixes_of_the_first_task() -> None:
         assert not torch.allclose(features, vit.pooled_features(images, 3), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["deep-ranpac", "coda-p-deep-ranpac"])
+@pytest.mark.parametrize("name", ["deep-ranpac", "coda-p-deep-ranpac", "token-ranpac"])
 def test_more_blocks_than_the_backbone_has_are_refused(name: str) -> None:
     with pytest.raises(BadOption, match="has 6 blocks, not 7"):
         methods.make(name, tiny_vit(), last_blocks=7)

@@ -26,6 +26,8 @@ SUMMED: dict[str, dict[str, Any]] = {
     "ranpac": {"width": 24},
     "ranpac-blended": {"width": 24, "blend": True, "balance": True, "ridge": "relative"},
     "deep-ranpac": {"width": 24},
+    "token-ranpac": {"width": 24},
+    "token-ranpac-blended": {"width": 24, "blend": True, "balance": True, "ridge": "relative"},
     "coda-p-ranpac": {"width": 24, "components": 4},
 }
 

@@ -32,6 +32,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "coda-p-ranpac": {"method": "coda-p-ranpac"},
     "slda": {"method": "slda"},
     "deep-ranpac": {"method": "deep-ranpac"},
+    "token-ranpac": {"method": "token-ranpac"},
     "coda-p-deep-ranpac": {"method": "coda-p-deep-ranpac"},
 }
 Images = NDArray[np.uint8]
@@ -116,6 +117,7 @@ FEW_CANDIDATES: dict[str, dict[str, Any]] = {
     "ranpac": {"method": "ranpac"},
     "slda": {"method": "slda"},
     "deep-ranpac": {"method": "deep-ranpac"},
+    "token-ranpac": {"method": "token-ranpac"},
 }
 FEW = (3, 5, 10, 20)
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.pocket import pocket_source
-from coda_prompt.methods.ridge import RandomRidge
+from coda_prompt.methods.ridge import RandomRidge, RidgeConfig
 from coda_prompt.model.catalog import load_backbone
 
 CLASSES, OLD, NEW = 100, 80, 10
@@ -84,7 +84,7 @@ def taught(
 ) -> RandomRidge:
     """Teach the first classes in tasks of ten, with the first images of each."""
     width = min(MAX_WIDTH, 16 * features.shape[1])
-    ridge = RandomRidge(features.shape[1], width, **options)  # type: ignore[arg-type]
+    ridge = RandomRidge(features.shape[1], width, RidgeConfig(**options))  # type: ignore[arg-type]
     solve = ridge.solve
     ridge.solve = lambda: None  # type: ignore[method-assign]  # once, after the last task
     for task in range(0, classes, PER_TASK):
@@ -186,14 +186,10 @@ def one_image_check(data: Features) -> None:
     """Print how many of their own training images 30 classes of one image answer right."""
     features, labels, _, _ = data
     chosen = torch.cat([torch.nonzero(labels == row)[:1, 0] for row in range(30)])
+    width = features.shape[1]
     for ridge in (None, "relative"):
-        fitted = RandomRidge(
-            features.shape[1],
-            min(MAX_WIDTH, 16 * features.shape[1]),
-            ridge,
-            blend=True,
-            balance=True,
-        )
+        config = RidgeConfig(ridge=ridge, blend=True, balance=True)
+        fitted = RandomRidge(width, min(MAX_WIDTH, 16 * width), config)
         fitted.grow(30, seed=0)
         fitted.fit(features[chosen], labels[chosen], 0)
         scores = fitted(features[chosen])

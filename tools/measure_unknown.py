@@ -24,7 +24,7 @@ from coda_prompt.data.pocket import pocket_source
 from coda_prompt.learner.separation import auroc, false_positive_rate
 from coda_prompt.learner.typicality import PRIOR_WEIGHTS, WEIGHTS, Prior
 from coda_prompt.learner.unknown import UnknownDetector
-from coda_prompt.methods.ridge import RandomRidge
+from coda_prompt.methods.ridge import RandomRidge, RidgeConfig
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 
 Labelled = tuple[Tensor, NDArray[np.int64]]
@@ -104,7 +104,7 @@ def measure(
     """
     width, norm, prior = backbone.vit.config.width, backbone.vit.norm, Prior.of(backbone)
     labels = torch.from_numpy(np.searchsorted(np.unique(train[1]), train[1]))
-    ridge = RandomRidge(width, 2048, None)
+    ridge = RandomRidge(width, 2048, RidgeConfig())
     for lesson, rows in enumerate(torch.arange(int(labels.max()) + 1).tensor_split(LESSONS)):
         own = torch.isin(labels, rows)
         ridge.grow(int(rows.max()) + 1, 0)

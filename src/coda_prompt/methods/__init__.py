@@ -37,6 +37,7 @@ from coda_prompt.methods.sdlora import SDLoRA
 from coda_prompt.methods.slca import SLCA
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
+from coda_prompt.methods.token_ranpac import CodaTokenRanPAC, TokenRanPAC
 from coda_prompt.methods.tuna import TUNA
 from coda_prompt.methods.vqprompt import VQPrompt
 from coda_prompt.model.vit import ViT
@@ -73,6 +74,8 @@ METHODS: Mapping[str, Entry] = MappingProxyType(
             CodaRanPAC,
             DeepRanPAC,
             CodaDeepRanPAC,
+            TokenRanPAC,
+            CodaTokenRanPAC,
             SDLoRA,
             InfLoRA,
             OSPrompt,

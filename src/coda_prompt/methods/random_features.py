@@ -15,13 +15,21 @@ from coda_prompt.seeding import keyed_generator
 
 
 class RandomFeatures(nn.Module):
-    """Class sums of h = ReLU(f W) and a linear classifier of h, solved in `fit`."""
+    """Class sums of h = ReLU(f W) and a linear classifier of h, solved in `fit`.
+
+    Args:
+        width: Length of f.
+        projected: Length of h.
+    """
 
     seed: Tensor
+    projection_shape: tuple[int, int]
+    """Of W."""
 
     def __init__(self, width: int, projected: int) -> None:
         super().__init__()
         self.width, self.projected = width, projected
+        self.projection_shape = (width, projected)
         self.register_buffer("seed", torch.zeros((), dtype=torch.int64))
         self.sums, self.weight = Bank(groups=projected), Bank(groups=projected)
         self.counts = Bank(dtype=torch.int64)
@@ -64,8 +72,8 @@ class RandomFeatures(nn.Module):
             return cached[1]  # an exported graph cannot read the value of the seed
         seed = int(self.seed)
         if cached is None or cached[0] != seed or cached[1].device != like.device:
-            shape = (self.width, self.projected)
-            values = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+            values = np.random.RandomState(seed).standard_normal(self.projection_shape)
+            values = values.astype(np.float32)
             cached = self._projection = (seed, torch.from_numpy(values).to(like.device))
         return cached[1].to(like.dtype)
 

@@ -62,7 +62,8 @@ class RidgeConfig(MethodConfig):
     """Options of methods with RanPAC's classifier."""
 
     width: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Number of random features. Default: 16 per backbone feature, at most 10,000."""
+    """Number of random features. Default: 16 per backbone feature, at most 10,000 (Token RanPAC:
+    4,096)."""
     ridge: Annotated[float, Field(gt=0)] | Literal["relative"] | None = None
     """Ridge parameter. Default: selected on a validation fifth of every task so far. `relative`:
     in proportion to the mean squared length of an image's random features, which needs no choice.
@@ -83,14 +84,12 @@ class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
 
     def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
         super().__init__(backbone, config)
-        width = config.width or default_projected(backbone.config.width)
-        self.statistics = RandomRidge(
-            self.feature_width(),
-            width,
-            config.ridge,
-            blend=config.blend,
-            balance=config.balance,
-        )
+        self.statistics = self.make_statistics()
+
+    def make_statistics(self) -> RandomRidge:
+        """Return the classifier, which has learned nothing yet."""
+        projected = self.config.width or default_projected(self.vit_config.width)
+        return RandomRidge(self.feature_width(), projected, self.config)
 
     def feature_width(self) -> int:
         """The number of features of an image."""
@@ -123,19 +122,11 @@ class RandomRidge(RandomFeatures):
     ridge: Tensor
     errors: Tensor
 
-    def __init__(
-        self,
-        width: int,
-        projected: int,
-        ridge: float | Literal["relative"] | None,
-        *,
-        blend: bool | Literal["removable"] = False,
-        balance: bool = False,
-    ) -> None:
+    def __init__(self, width: int, projected: int, config: RidgeConfig) -> None:
         super().__init__(width, projected)
-        self.fixed_ridge = ridge
-        self.factors = ClassFactors(projected) if blend == "removable" else None
-        self.blend, self.balance = blend, balance
+        self.fixed_ridge = ridge = config.ridge
+        self.blend, self.balance = config.blend, config.balance
+        self.factors = ClassFactors(projected) if self.blend == "removable" else None
         # Upper triangle of the symmetric Gram matrix, row by row; empty if classes have their own.
         side = 0 if self.factors is not None else projected
         self.register_buffer("gram", torch.zeros(side * (side + 1) // 2))
@@ -381,7 +372,7 @@ class RidgeSums(TaskSums):
         if self.gram is not None:
             self.gram.addmm_(hidden.T, hidden)
         if self.statistics.blend and len(hidden):
-            weight = hidden * hidden.norm(dim=1, keepdim=True)  # of each image in each row
+            weight = hidden.abs() * hidden.norm(dim=1, keepdim=True)  # of each image in each row
             image_weight = weight * chunk.copies[:, None]  # copies count as one image
             self.weight = self.weight + weight.sum(dim=0)
             self.largest = self.largest.maximum(image_weight.amax(dim=0))
