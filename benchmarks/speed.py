@@ -181,9 +181,13 @@ class TensorMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        arguments = _tensors((args, kwargs))
+        given = {each.untyped_storage()._cdata for each in arguments if not each.is_mkldnn}
         results = operation(*args, **(kwargs or {}))
         for tensor in _tensors(results):
+            if tensor.is_mkldnn:  # packed weights, which have no storage and remain
+                self.now += tensor.nbytes
+                continue
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in given and key not in self._alive:

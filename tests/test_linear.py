@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -89,10 +90,9 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, again = layer(inputs), layer(inputs, slice(8, None))
         expected = F.linear(inputs, layer.weight, layer.bias)
-        cast = layer._cast
-        assert cast is not None
+        cast = layer._cast[None]
         layer(inputs)
-        assert layer._cast is cast, "no second cast"
+        assert layer._cast[None] is cast, "no second cast"
     assert found.dtype == expected.dtype == torch.bfloat16
     assert_close(found, expected, atol=0.02, rtol=0.02)
     assert_close(again, expected[..., 8:], atol=0.02, rtol=0.02)
@@ -106,11 +106,28 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     assert "_cast" not in layer.state_dict()
 
 
+def test_cast_weights_are_packed_for_onednn() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no bfloat16")
+    layer, inputs = frozen(), torch.randn(2, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(inputs)
+        _, weights = layer._cast[None]
+        assert weights.forward.is_mkldnn
+        assert weights.backward.is_mkldnn
+        packed = layer(inputs[:1])  # the same weights serve every size of batch
+        assert layer._cast[None][1] is weights
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert_close(layer(inputs[:1]), packed, atol=0.02, rtol=0.02)
+        copied = copy.deepcopy(layer)
+        assert_close(copied(inputs[:1]), packed, atol=0, rtol=0)
+
+
 def test_trained_weights_are_not_cast_in_advance() -> None:
     layer, inputs = Linear(24, 40), torch.randn(3, 24)
     with torch.autocast("cpu", torch.bfloat16):
         layer(inputs).sum().backward()
-    assert layer._cast is None
+    assert not layer._cast
     assert layer.weight.grad is not None
 
 

@@ -97,7 +97,7 @@ def test_memory_of_a_step_relative_to_the_textbook(monkeypatch: pytest.MonkeyPat
     assert ratios["exact"] < 0.56
     assert ratios["cached"] < 0.54
     assert ratios["exact, micro-batch 8"] < 0.30
-    assert ratios["exact, bfloat16"] < 0.44
+    assert ratios["exact, bfloat16"] < 0.49  # with two packed copies of the frozen weights
     assert ratios["cached, bfloat16"] < 0.44
 
 

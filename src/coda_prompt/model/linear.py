@@ -6,85 +6,119 @@ without gradients (measured by benchmarks/tried.py).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+# The operators torch.compile uses for linear layers on CPUs; missing in builds without oneDNN.
 _PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-"""The operator torch.compile uses for linear layers on CPUs; missing in builds without oneDNN."""
+_PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+
+
+class Weights(NamedTuple):
+    """The weights of a layer as its products read them."""
+
+    forward: Tensor
+    """outputs x inputs."""
+    backward: Tensor
+    """inputs x outputs."""
+    bias: Tensor
 
 
 class Linear(nn.Linear):
     """`nn.Linear` that, while its weights are frozen, uses oneDNN and casts them for autocast once.
 
-    Autocast would cast frozen weights in every call.
+    Autocast would cast frozen weights in every call. Where oneDNN is used, cast weights are stored
+    in its own layout: from another layout, it would copy them in every call.
     """
 
-    _cast: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
-    """What was cast, and the weight and bias in the precision of autocast."""
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self._cast: dict[Any, tuple[tuple[Any, ...], Weights]] = {}
 
     def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
         device = inputs.device.type
-        frozen = not (weight.requires_grad or bias.requires_grad) and weight.is_leaf
-        if frozen and device != "meta" and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            inputs, (weight, bias) = inputs.to(dtype), self._cast_once(dtype)
-        if rows is not None:
-            weight, bias = weight[rows], bias[rows]
-        if not _supports_onednn(inputs, weight, bias):
-            outputs = F.linear(inputs, weight, bias)
+        frozen = not (self.weight.requires_grad or self.bias.requires_grad)
+        casts = frozen and self.weight.is_leaf and _has_autocast(device)
+        if casts:
+            inputs = inputs.to(torch.get_autocast_dtype(device))
+        uses_onednn = frozen and self._supports_onednn(inputs, casts)
+        weights = self._cast_once(inputs, rows, uses_onednn) if casts else self._weights(rows)
+        if not uses_onednn:
+            outputs = F.linear(inputs, weights.forward, weights.bias)
         elif gelu and not torch.is_grad_enabled():
-            return _PRODUCT(inputs, weight, bias, "gelu", [], "none")
+            return _PRODUCT(inputs, weights.forward, weights.bias, "gelu", [], "none")
         else:
-            outputs = _FrozenLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+            outputs = _FrozenLinear.apply(inputs, *weights)  # type: ignore[no-untyped-call]
         return F.gelu(outputs) if gelu else outputs
 
-    def _cast_once(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return weight and bias in another precision."""
-        key = (dtype, self.weight.data_ptr(), self.weight._version, self.bias._version)
-        if self._cast is None or self._cast[0] != key:
+    def _weights(self, rows: slice | None) -> Weights:
+        """Return all weights, or some rows of them, without a copy."""
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if rows is not None:
+            weight, bias = weight[rows], bias[rows]
+        return Weights(weight, weight.t(), bias)
+
+    def _cast_once(self, inputs: Tensor, rows: slice | None, pack: bool) -> Weights:
+        """Return the weights in the precision of the inputs, packed for oneDNN on demand."""
+        versions = (self.weight.data_ptr(), self.weight._version, self.bias._version)
+        key = (inputs.dtype, pack, *versions)
+        part = None if rows is None else (rows.start, rows.stop)
+        if part not in self._cast or self._cast[part][0] != key:
             with torch.inference_mode(False), torch.no_grad():  # may be used in training later
-                self._cast = (key, self.weight.to(dtype), self.bias.to(dtype))
-        return self._cast[1:]
+                plain = self._weights(rows)
+                weight, bias = plain.forward.to(inputs.dtype), plain.bias.to(inputs.dtype)
+                both = (weight, weight.t())
+                if pack and _PACK is not None:
+                    batch = inputs.shape[:-1].numel()
+                    both = (_PACK(weight, batch), _PACK(weight.t().contiguous(), batch))
+            self._cast[part] = (key, Weights(*both, bias))
+        return self._cast[part][1]
+
+    def _supports_onednn(self, inputs: Tensor, casts: bool) -> bool:
+        """Return whether oneDNN can compute products of frozen weights with these inputs."""
+        dtype = inputs.dtype
+        return (
+            _PRODUCT is not None
+            and inputs.device.type == "cpu"
+            and inputs.numel() > 0
+            and inputs.shape[-1] == self.in_features
+            and torch._C._get_tracing_state() is None
+            and not torch._C._are_functorch_transforms_active()
+            and (
+                _supports_bfloat16(dtype) if casts else dtype == self.weight.dtype == torch.float32
+            )
+            and torch.is_autocast_enabled("cpu") == casts
+            and bool(torch.backends.mkldnn.enabled)
+            and not torch.compiler.is_compiling()
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cast": {}}  # packed weights cannot be copied
 
 
 class _FrozenLinear(torch.autograd.Function):
     """oneDNN product that is differentiable in its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, transposed: Tensor, bias: Tensor) -> Any:
+        ctx.save_for_backward(transposed)
         return _PRODUCT(inputs, weight, bias, "none", [], "")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        return _PRODUCT(gradient, weight.t(), None, "none", [], ""), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (transposed,) = ctx.saved_tensors
+        return _PRODUCT(gradient, transposed, None, "none", [], ""), None, None, None
 
 
-def _supports_onednn(inputs: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    return (
-        _PRODUCT is not None
-        and inputs.shape[-1:] == weight.shape[1:]
-        and not bias.requires_grad
-        and torch._C._get_tracing_state() is None
-        and not torch._C._are_functorch_transforms_active()
-        and inputs.device.type == "cpu"
-        and inputs.dtype == weight.dtype
-        and (inputs.dtype == torch.float32 or _supports_bfloat16(inputs.dtype))
-        and not weight.requires_grad
-        and inputs.numel() > 0
-        and bool(torch.backends.mkldnn.enabled)
-        and torch.is_autocast_enabled("cpu") == (inputs.dtype != torch.float32)
-        and not torch.compiler.is_compiling()
-    )
+def _has_autocast(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def _supports_bfloat16(dtype: torch.dtype) -> bool:
