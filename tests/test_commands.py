@@ -30,6 +30,7 @@ from coda_prompt.learner import duration, feedback, store
 from coda_prompt.learner.feedback import LearnerProgress
 from coda_prompt.methods import METHODS
 from coda_prompt.model.catalog import CATALOG
+from coda_prompt.training.fast import fast_precision
 from coda_prompt.training.settings import Event
 
 
@@ -93,6 +94,19 @@ def test_quiet_prints_the_result_only(model: Path, png: Path) -> None:
         assert not done.stderr
     refused = coda("predict", model, png, "--quiet", "--verbose")
     assert isinstance(refused.exception, BadOption)
+
+
+def test_fast_predictions_are_close_to_exact_ones(model: Path, png: Path) -> None:
+    answers = []
+    for fast in ([], ["--fast"]):
+        done = coda("predict", model, png, "--json", "--unknown", "auto", *fast)
+        answers.append(json.loads(done.stdout)[0])
+    exact, fast = answers
+    assert fast["best"] == exact["best"]
+    assert fast["probability"] == pytest.approx(exact["probability"], abs=0.02)
+    assert fast["typicality"] == pytest.approx(exact["typicality"], abs=0.05)
+    if fast_precision("cpu") == "bf16-mixed":
+        assert fast["probability"] != exact["probability"]
 
 
 def test_predict_watches_a_folder(model: Path, png: Path, monkeypatch: pytest.MonkeyPatch) -> None:

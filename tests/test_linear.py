@@ -90,9 +90,9 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, again = layer(inputs), layer(inputs, slice(8, None))
         expected = F.linear(inputs, layer.weight, layer.bias)
-        cast = layer._cast[None]
+        cast = layer._copies["forward", None]
         layer(inputs)
-        assert layer._cast[None] is cast, "no second cast"
+        assert layer._copies["forward", None] is cast, "no second cast"
     assert found.dtype == expected.dtype == torch.bfloat16
     assert_close(found, expected, atol=0.02, rtol=0.02)
     assert_close(again, expected[..., 8:], atol=0.02, rtol=0.02)
@@ -103,7 +103,7 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
         assert_close(
             layer(inputs), F.linear(inputs, layer.weight, layer.bias), atol=0.03, rtol=0.02
         )
-    assert "_cast" not in layer.state_dict()
+    assert "_copies" not in layer.state_dict()
 
 
 def test_cast_weights_are_packed_for_onednn() -> None:
@@ -111,23 +111,46 @@ def test_cast_weights_are_packed_for_onednn() -> None:
         pytest.skip("this processor has no bfloat16")
     layer, inputs = frozen(), torch.randn(2, 5, 24)
     with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            layer(inputs)
+        assert stored(layer) == {"forward"}, "no copy for gradients that are not computed"
         layer(inputs)
-        _, weights = layer._cast[None]
-        assert weights.forward.is_mkldnn
-        assert weights.backward.is_mkldnn
-        packed = layer(inputs[:1])  # the same weights serve every size of batch
-        assert layer._cast[None][1] is weights
+        assert stored(layer) == {"forward", "backward"}
+        before = dict(layer._copies)
+        packed = layer(inputs[:1])
+        assert layer._copies == before, "the same weights serve every size of batch"
         with torch.backends.mkldnn.flags(enabled=False):
             assert_close(layer(inputs[:1]), packed, atol=0.02, rtol=0.02)
         copied = copy.deepcopy(layer)
         assert_close(copied(inputs[:1]), packed, atol=0, rtol=0)
 
 
+def stored(layer: Linear) -> set[str]:
+    """The weights of a layer that are in the layout of oneDNN."""
+    return {name for (name, _), (_, copied) in layer._copies.items() if copied.is_mkldnn}
+
+
+@pytest.mark.parametrize("rows", [None, slice(8), slice(8, None)])
+def test_packed_weights_give_the_same_products_without_gradients(rows: slice | None) -> None:
+    layer, inputs = frozen(), torch.randn(2, 5, 24)
+    expected = layer(inputs, rows)
+    layer.packs = True
+    assert_close(layer(inputs, rows), expected, atol=0, rtol=0)
+    assert not stored(layer), "a pass with gradients reads the weights themselves"
+    with torch.inference_mode():
+        assert_close(layer(inputs, rows), expected)
+        assert_close(layer(inputs, rows, gelu=True), F.gelu(expected))
+        assert stored(layer) == {"forward"}
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+        assert_close(layer(inputs, rows), 2 * expected)
+
+
 def test_trained_weights_are_not_cast_in_advance() -> None:
     layer, inputs = Linear(24, 40), torch.randn(3, 24)
     with torch.autocast("cpu", torch.bfloat16):
         layer(inputs).sum().backward()
-    assert not layer._cast
+    assert not layer._copies
     assert layer.weight.grad is not None
 
 

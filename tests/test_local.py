@@ -56,6 +56,19 @@ def test_a_device_that_is_not_here_is_refused(
         assert str(refused.value) == message
 
 
+@pytest.mark.parametrize("supported", [True, False])
+def test_fast_predictions_use_bfloat16_where_it_exists(
+    supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    for fast in (True, False):
+        with find_device("auto", fast=fast).autocast():
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        assert product.dtype == (torch.bfloat16 if fast and supported else torch.float32)
+
+
 def test_a_fabric_prints_nothing_about_its_precision(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         Devices("cpu", precision="bf16-mixed").fabric()

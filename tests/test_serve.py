@@ -133,6 +133,16 @@ def test_predictions_equal_those_of_the_classifier(client: httpx.Client, model: 
             assert not prediction["unknown"]
 
 
+def test_fast_service_answers_like_the_exact_one(model: Path) -> None:
+    images, _ = drawings(range(6), 3, test=True)
+    expected = ContinualClassifier.load(model).predict_proba(images)
+    with served(str(model), "--fast") as client:
+        answers = client.post("/v1/predict", files=files(images)).json()["predictions"]
+    found = [answer["probability"] for answer in answers]
+    np.testing.assert_allclose(found, expected.max(axis=1), atol=0.03)
+    assert [answer["best"] for answer in answers] == [NAMES[row] for row in expected.argmax(axis=1)]
+
+
 def test_prediction_below_threshold_is_unknown(client: httpx.Client) -> None:
     images, _ = drawings([0], 1)
     answer = client.post("/v1/predict?unknown_below=1&top=1", files=files(images)).json()
@@ -883,7 +893,8 @@ def test_schemathesis_finds_no_server_error(model_copy: Path) -> None:
         done = subprocess.run(
             [str(Path(sys.executable).with_name("schemathesis")), "run",
              f"{client.base_url}openapi.json", "--checks", "not_a_server_error",
-             "--max-examples", "60", "--exclude-path", "/v1/jobs/{number}/events"],
+             "--request-timeout", "60", "--max-examples", "60",
+             "--exclude-path", "/v1/jobs/{number}/events"],
             capture_output=True, text=True, timeout=550,
         )  # fmt: skip
         assert client.get("/healthz").status_code == 200

@@ -76,6 +76,14 @@ Fast = Annotated[
         "once, and bfloat16 where the processor has it. Changes results slightly.",
     ),
 ]
+FastPredictions = Annotated[
+    bool,
+    typer.Option(
+        "--fast",
+        help="Predict in bfloat16 if the processor has it: faster, and probabilities change "
+        "slightly.",
+    ),
+]
 Views = Annotated[
     int | None,
     typer.Option(min=1, help="Augmented views per image, reused. Default: a new view every epoch."),

@@ -41,6 +41,7 @@ def predict(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     device: options.Device = "auto",
+    fast: options.FastPredictions = False,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     as_csv: options.AsCsv = False,
@@ -55,6 +56,7 @@ def predict(
     from coda_prompt.learner.feedback import LearnerProgress
     from coda_prompt.learner.saving import SavedEstimator  # imports less than the classifier
     from coda_prompt.learner.unknown import UnknownRule
+    from coda_prompt.training.local import find_device
 
     rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
     if as_json and as_csv:
@@ -62,7 +64,8 @@ def predict(
     if sum((bool(images), watch is not None, camera is not None)) > 1:
         problem = "name images, or use --watch or --camera; not several of them"
         raise BadOption("coda predict", "images", problem)
-    classifier = SavedEstimator.load(model, backbone=backbone, method=method, device=device)
+    fabric = find_device(device, fast=fast)
+    classifier = SavedEstimator.load(model, backbone=backbone, method=method, fabric=fabric)
     answer: dict[str, Any] = {"top": top, "rule": rule}
     if watch is not None or camera is not None:
         rows = _live_rows(classifier.predictor, watch, camera, every, answer, output)
@@ -114,6 +117,7 @@ def _live_rows(
     from coda_prompt.data.live import camera_frames, new_files
     from coda_prompt.shutdown import ShutdownFlag
 
+    predictor.method.backbone.pack()
     stop = ShutdownFlag()
     with stop.handling_signals():
         arriving: Iterator[tuple[str, Any]]

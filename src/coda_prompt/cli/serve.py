@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from coda_prompt.cli.options import AsJson, BackboneFile, Device, MethodFile
+from coda_prompt.cli.options import AsJson, BackboneFile, Device, FastPredictions, MethodFile
 from coda_prompt.console import print_json, print_message
 from coda_prompt.errors import BadOption, MissingExtra
 
@@ -52,6 +52,7 @@ def serve(
     backbone: BackboneFile = None,
     method: MethodFile = None,
     device: Device = "auto",
+    fast: FastPredictions = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model over HTTP: predict, learn, and a web page to show and teach."""
@@ -73,9 +74,9 @@ def serve(
     policy = AccessPolicy(token, LOOPBACK if local else None)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
         parts = {"backbone": backbone, "method": method} if model is not None else {}
-        temporary = model is None
+        settings: dict[str, Any] = {"batching": batching, "device": device, "fast": fast, **parts}
         services = {
-            name: Service(folder, batching=batching, device=device, temporary=temporary, **parts)
+            name: Service(folder, temporary=model is None, **settings)
             for name, folder in folders.items()
         }
         url_host = f"[{host}]" if ":" in host else host

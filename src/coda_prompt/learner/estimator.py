@@ -14,7 +14,7 @@ from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.training.local import find_device
+from coda_prompt.training.local import LocalDevice, find_device
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -40,7 +40,7 @@ class Estimator:
         training: Mapping[str, Any] | None = None,
         device: str = "auto",
         verbose: bool = True,
-        fabric: Fabric | None = None,
+        fabric: Fabric | LocalDevice | None = None,
         **more: Any,
     ) -> None:
         self.backbone, self.method, self.device = backbone, method, device

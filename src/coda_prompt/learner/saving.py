@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from coda_prompt.training.checkpointing import Checkpointer
+    from coda_prompt.training.local import LocalDevice
 
 
 class SavedEstimator(Estimator):
@@ -126,7 +127,7 @@ class SavedEstimator(Estimator):
         method: str | None = None,
         device: str = "auto",
         verbose: bool = True,
-        fabric: Fabric | None = None,
+        fabric: Fabric | LocalDevice | None = None,
     ) -> Self:
         """Load a saved model together with its backbone. No code in the folder is ever run.
 
@@ -139,7 +140,7 @@ class SavedEstimator(Estimator):
                 own: a model stores the class name and the hash of the file, but no code.
             device: `auto`, `cpu`, `cuda` or `mps`.
             verbose: As in the constructor.
-            fabric: A launched Fabric, instead of `device`.
+            fabric: A launched Fabric, or what `find_device` returns, instead of `device`.
 
         Raises:
             BadOption: `method` is not the method the model was made with.

@@ -23,8 +23,8 @@ class Weights(NamedTuple):
 
     forward: Tensor
     """outputs x inputs."""
-    backward: Tensor
-    """inputs x outputs."""
+    backward: Tensor | None
+    """inputs x outputs; None if it is not needed."""
     bias: Tensor
 
 
@@ -35,9 +35,12 @@ class Linear(nn.Linear):
     in its own layout: from another layout, it would copy them in every call.
     """
 
+    packs = False
+    """In passes without gradients, use a copy of float32 weights in the layout of oneDNN, too."""
+
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
-        self._cast: dict[Any, tuple[tuple[Any, ...], Weights]] = {}
+        self._copies: dict[Any, tuple[tuple[Any, ...], Tensor]] = {}
 
     def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
@@ -47,7 +50,10 @@ class Linear(nn.Linear):
         if casts:
             inputs = inputs.to(torch.get_autocast_dtype(device))
         uses_onednn = frozen and self._supports_onednn(inputs, casts)
-        weights = self._cast_once(inputs, rows, uses_onednn) if casts else self._weights(rows)
+        if casts or (self.packs and uses_onednn and not torch.is_grad_enabled()):
+            weights = self._copied_once(inputs, rows, uses_onednn)
+        else:
+            weights = self._weights(rows)
         if not uses_onednn:
             outputs = F.linear(inputs, weights.forward, weights.bias)
         elif gelu and not torch.is_grad_enabled():
@@ -64,27 +70,33 @@ class Linear(nn.Linear):
             weight, bias = weight[rows], bias[rows]
         return Weights(weight, weight.t(), bias)
 
-    def _cast_once(self, inputs: Tensor, rows: slice | None, pack: bool) -> Weights:
-        """Return the weights in the precision of the inputs, packed for oneDNN on demand."""
-        versions = (self.weight.data_ptr(), self.weight._version, self.bias._version)
-        key = (inputs.dtype, pack, *versions)
+    def _copied_once(self, inputs: Tensor, rows: slice | None, pack: bool) -> Weights:
+        """Return the weights in the precision of the inputs, in the layout of oneDNN if `pack`."""
+        plain, dtype, batch = self._weights(rows), inputs.dtype, inputs.shape[:-1].numel()
         part = None if rows is None else (rows.start, rows.stop)
-        if part not in self._cast or self._cast[part][0] != key:
-            with torch.inference_mode(False), torch.no_grad():  # may be used in training later
-                plain = self._weights(rows)
-                weight, bias = plain.forward.to(inputs.dtype), plain.bias.to(inputs.dtype)
-                both = (weight, weight.t())
-                if pack and _PACK is not None:
-                    batch = inputs.shape[:-1].numel()
-                    both = (_PACK(weight, batch), _PACK(weight.t().contiguous(), batch))
-            self._cast[part] = (key, Weights(*both, bias))
-        return self._cast[part][1]
+        key = (dtype, pack, self.weight.data_ptr(), self.weight._version, self.bias._version)
+
+        def once(name: str, weight: Tensor, pack: bool) -> Tensor:
+            known = self._copies.get((name, part))
+            if known is None or known[0] != key:
+                with torch.inference_mode(False), torch.no_grad():  # may be used in training later
+                    copy = weight.to(dtype)
+                    known = (key, _PACK(copy.contiguous(), batch) if pack else copy)
+                self._copies[name, part] = known
+            return known[1]
+
+        trains = pack and torch.is_grad_enabled()
+        backward = once("backward", plain.forward.t(), pack) if trains else None
+        return Weights(
+            once("forward", plain.forward, pack), backward, once("bias", plain.bias, False)
+        )
 
     def _supports_onednn(self, inputs: Tensor, casts: bool) -> bool:
         """Return whether oneDNN can compute products of frozen weights with these inputs."""
         dtype = inputs.dtype
         return (
             _PRODUCT is not None
+            and _PACK is not None
             and inputs.device.type == "cpu"
             and inputs.numel() > 0
             and inputs.shape[-1] == self.in_features
@@ -99,14 +111,16 @@ class Linear(nn.Linear):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cast": {}}  # packed weights cannot be copied
+        return {**self.__dict__, "_copies": {}}  # packed weights cannot be copied
 
 
 class _FrozenLinear(torch.autograd.Function):
     """oneDNN product that is differentiable in its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, transposed: Tensor, bias: Tensor) -> Any:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, transposed: Tensor | None, bias: Tensor
+    ) -> Any:
         ctx.save_for_backward(transposed)
         return _PRODUCT(inputs, weight, bias, "none", [], "")
 

@@ -390,6 +390,15 @@ class ViT(nn.Module):
             projected = None
         return tokens
 
+    def pack(self) -> None:
+        """Make later passes without gradients faster, with a second copy of frozen weights.
+
+        On CPUs with oneDNN; elsewhere nothing changes.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.packs = True
+
     def compile_blocks(self) -> None:
         """Compile the blocks when they are next used, if torch.compile works on this device."""
         if self.blocks[0]._compiled_call_impl is not None:

@@ -29,6 +29,7 @@ from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
 from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
+from coda_prompt.training.local import find_device
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
@@ -124,6 +125,7 @@ class Service:
         folder: The model folder.
         batching: Whether concurrent requests share forward passes.
         device: `auto`, `cpu`, `cuda` or `mps`.
+        fast: Compute predictions in bfloat16 if the device has it.
         backbone: As in `ContinualClassifier.load`.
         method: As in `ContinualClassifier.load`.
         temporary: Whether the folder is deleted when the service stops.
@@ -135,11 +137,13 @@ class Service:
         *,
         batching: bool,
         device: str,
+        fast: bool = False,
         backbone: str | None = None,
         method: str | None = None,
         temporary: bool = False,
     ) -> None:
         self.folder, self.device, self.temporary = folder, device, temporary
+        self.fabric = find_device(device, fast=fast)
         self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
         self.current = self._read(None)
         self.process = LearningProcess(folder, self.parts)
@@ -343,8 +347,9 @@ class Service:
         """Read the version in the folder, onto a backbone that is loaded already."""
         parts = self.parts if backbone is None else {**self.parts, "backbone": backbone}
         classifier = ContinualClassifier.load(
-            self.folder, device=self.device, verbose=False, **parts
+            self.folder, fabric=self.fabric, verbose=False, **parts
         )
+        classifier.network.backbone.vit.pack()  # lessons run in another process
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coda_prompt.errors import BadOption, join_names
+from coda_prompt.training.fast import fast_precision
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -21,32 +22,42 @@ EXTERNAL = frozenset({"WORLD_SIZE", "SLURM_STEP_ID"})
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """A device in float32, with the attributes of a `Fabric` of one process."""
+    """A device with the attributes of a `Fabric` of one process."""
 
     device: torch.device
+    bfloat16: bool = False
+    """Compute products in bfloat16 instead of float32."""
     global_rank: ClassVar[int] = 0
     world_size: ClassVar[int] = 1
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        if not self.bfloat16:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     def all_reduce(self, data: Tensor, reduce_op: str) -> Tensor:
         return data
 
 
-def find_device(name: str) -> Fabric | LocalDevice:
-    """Return the device with this name: `auto`, `cpu`, `cuda` or `mps`.
+def find_device(name: str, *, fast: bool = False) -> Fabric | LocalDevice:
+    """Return a device of this machine.
+
+    Args:
+        name: `auto`, `cpu`, `cuda` or `mps`.
+        fast: Compute in bfloat16 if the device has it.
 
     Raises:
         BadOption: There is no such device.
     """
     check_device(name)
+    precision = fast_precision(name) if fast else "32-true"
     if EXTERNAL & os.environ.keys():
         from coda_prompt.training.devices import Devices
 
-        return Devices(name).fabric()
+        return Devices(name, precision=precision).fabric()
     kind = _available()[0] if name == "auto" else name
-    return LocalDevice(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    return LocalDevice(device, bfloat16=precision == "bf16-mixed")
 
 
 def check_device(name: str) -> None:
