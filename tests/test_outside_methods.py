@@ -39,6 +39,22 @@ class Mine(NearestClassMean):
 """
 
 
+WIDER = """
+import torch
+from coda_prompt.methods.token_ranpac import CodaTokenRanPAC
+
+class Mine(CodaTokenRanPAC):
+    "Tokens with the query, which is one more token."
+
+    def feature_width(self):
+        return super().feature_width() + self.vit_config.width
+
+    def features(self, images, queries):
+        queries = self.queries(images) if queries is None else queries
+        return torch.cat([queries, super().features(images, queries)], dim=1)
+"""
+
+
 @pytest.fixture
 def method(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(MINE)
@@ -354,6 +370,14 @@ def test_example_of_the_guide_learns_a_stream(tmp_path: Path) -> None:
     result = engine.run(method, make_stream(patterns(classes=6, train=10), tasks=2))
     assert method.prompts.frozen.shape[1] == 2
     assert result.own_classes[1].mean() > 1 / 2  # chance is 1/3
+
+
+def test_features_of_a_closed_form_on_prompts_may_be_wider_than_the_head(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WIDER)
+    mine = methods.make(f"{tmp_path}/mine.py:Mine", tiny_vit(), width=32, last_blocks=1)
+    stream = make_stream(patterns(classes=4, train=4), tasks=2)
+    Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=4)).run(mine, stream)
+    assert mine.statistics.projected == 32 + 3 * tiny_vit().config.width
 
 
 def test_the_service_predicts_and_learns_with_the_method_of_a_file(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coda_prompt.errors import BadMethod
 from coda_prompt.methods.base import Loss, Method, TrainedMethod
+from coda_prompt.methods.ridge import RidgeClassifier
 from coda_prompt.methods.stages import TrainingBatch
 
 Problem = str | None
@@ -59,7 +60,11 @@ def _mismatch(value: object, *expected: int | str) -> Problem:
 
 
 def _of_features(method: Method, value: object, images: Any) -> Problem:
-    width = method.head.width if isinstance(method, TrainedMethod) else "features"
+    width: int | str = "features"
+    if isinstance(method, RidgeClassifier):
+        width = method.feature_width()
+    elif isinstance(method, TrainedMethod):
+        width = method.head.width
     return _mismatch(value, _count(images), width)
 
 
