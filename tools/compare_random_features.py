@@ -31,11 +31,18 @@ RIDGES = (0.02, 0.05, 0.1)
 """Shares of an image's mean squared length."""
 Part = tuple[str, int | None]
 """Which tokens, and the number of random features of them; None: the tokens themselves."""
+TOKENS = {"class": slice(-2, -1), "last": slice(-2, None), "all": slice(None)}
+"""The class token of the last block; with its mean patch token; those of all compared blocks."""
 INFINITE = 0
 """Instead of a number of random features: their kernel, the limit of infinitely many."""
 VARIANTS: dict[str, Sequence[Part]] = {
     "2,048 R(class)": [("class", 2048)],
+    "2,048 R(class), last": [("class", 2048), ("last", None)],
     "2,048 R(class), all": [("class", 2048), ("all", None)],
+    "1,280 R(class), last": [("class", 1280), ("last", None)],
+    "1,280 R(class), all": [("class", 1280), ("all", None)],
+    "1,792 R(class), last": [("class", 1792), ("last", None)],
+    "1,920 R(class), class": [("class", 1920), ("class", None)],
     "R(class)": [("class", 4096)],
     "R(all)": [("all", 4096)],
     "R(class), R(all)": [("class", 2048), ("all", 2048)],
@@ -137,7 +144,7 @@ def part_kernels(part: Part, train: Tensor, test: Tensor, seed: int) -> tuple[Te
     They are scaled to a mean squared length of 1.
     """
     which, random = part
-    train, test = (each[:, -2] if which == "class" else each.flatten(1) for each in (train, test))
+    train, test = (each[:, TOKENS[which]].flatten(1) for each in (train, test))
     if random == INFINITE:
         own, cross = relu_kernel(train, train), relu_kernel(test, train)
     else:
