@@ -46,7 +46,8 @@ class Linear(nn.Linear):
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
         device = inputs.device.type
         frozen = not (self.weight.requires_grad or self.bias.requires_grad)
-        casts = frozen and self.weight.is_leaf and _has_autocast(device)
+        has_autocast = device != "meta" and torch.is_autocast_enabled(device)
+        casts = frozen and self.weight.is_leaf and has_autocast
         if casts:
             inputs = inputs.to(torch.get_autocast_dtype(device))
         uses_onednn = frozen and self._supports_onednn(inputs, casts)
@@ -129,10 +130,6 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (transposed,) = ctx.saved_tensors
         return _PRODUCT(gradient, transposed, None, "none", [], ""), None, None, None
-
-
-def _has_autocast(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def _supports_bfloat16(dtype: torch.dtype) -> bool:
