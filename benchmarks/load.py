@@ -1,9 +1,9 @@
-"""Measure the service under load: with and without batching, while it learns, and its model alone.
+"""Measure the service under load: its options, while it learns, and its model alone.
 
     python benchmarks/load.py [--requests 1500] [--callers 32] [--lessons-only] [--out FILE]
 
 Each service runs in its own process, as started by `coda serve`; this process sends the requests.
-The two services are measured alternately, and medians over rounds are reported. The models are that
+The services are measured alternately, and medians over rounds are reported. The models are that
 of the demo page for drawings, and for photographs one on `photo` that has learned two classes.
 
 What limits the throughput follows from the images a second that the model alone classifies in
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import shutil
@@ -43,6 +44,8 @@ from drawings import drawings  # type: ignore[import-not-found]
 from serving import png, teach, wait_for_job  # type: ignore[import-not-found]
 
 ROUNDS = 3
+SERVICES = ("--batching", "--no-batching", "--fast")
+"""Options of the services that are compared; `--fast` has batching, too."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -86,15 +89,13 @@ async def load(
 def throughput(
     model: str, folder: Path, bodies: list[bytes], requests: int, callers: int
 ) -> list[Any]:
-    """Compare requests per second and latency with and without batching."""
-    rates: dict[str, list[float]] = {"--batching": [], "--no-batching": []}
-    latencies: dict[str, list[float]] = {name: [] for name in rates}
-    with (
-        service(str(folder), "--batching") as on,
-        service(str(folder), "--no-batching") as off,
-    ):
+    """Compare requests per second and latency of services with different options."""
+    rates: dict[str, list[float]] = {name: [] for name in SERVICES}
+    latencies: dict[str, list[float]] = {name: [] for name in SERVICES}
+    with contextlib.ExitStack() as running:
+        clients = {name: running.enter_context(service(str(folder), name)) for name in SERVICES}
         for turn in range(ROUNDS + 1):
-            for name, client in (("--batching", on), ("--no-batching", off)):
+            for name, client in clients.items():
                 run = asyncio.run(load(client.base_url, bodies, requests, callers))
                 assert all(status == 200 for _, status, _ in run["answers"])
                 if turn:
