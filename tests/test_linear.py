@@ -127,7 +127,7 @@ def test_cast_weights_are_packed_for_onednn() -> None:
 
 def stored(layer: Linear) -> set[str]:
     """The weights of a layer that are in the layout of oneDNN."""
-    return {name for (name, _), (_, copied) in layer._copies.items() if copied.is_mkldnn}
+    return {name for (name, _), (*_, copied) in layer._copies.items() if copied.is_mkldnn}
 
 
 @pytest.mark.parametrize("rows", [None, slice(8), slice(8, None)])
@@ -144,6 +144,54 @@ def test_packed_weights_give_the_same_products_without_gradients(rows: slice | N
         layer.weight.mul_(2)
         layer.bias.mul_(2)
         assert_close(layer(inputs, rows), 2 * expected)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_replaced_weights_are_noticed(bfloat16: bool) -> None:
+    layer, inputs = frozen(), torch.randn(2, 5, 24)
+    layer.packs = True
+    tolerance = 0.05 if bfloat16 else 1e-5
+
+    def check() -> None:
+        expected = F.linear(inputs, layer.weight, layer.bias)
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            found = layer(inputs).float()
+        assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+    check()
+    for _ in range(8):  # a new parameter may get the address of the old one
+        layer.weight = None  # type: ignore[assignment]
+        layer.weight = torch.nn.Parameter(torch.randn(40, 24), requires_grad=False)
+        check()
+    layer.bias.data = torch.randn(40)
+    check()
+    layer.load_state_dict(frozen().state_dict())
+    check()
+    layer.load_state_dict(frozen().state_dict(), assign=True)
+    layer.requires_grad_(False)
+    check()
+
+
+def test_layers_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        layer, inputs = frozen(), torch.randn(2, 5, 24)
+        layer.packs = True
+        assert_close(layer(inputs), F.linear(inputs, layer.weight, layer.bias))
+
+
+def test_a_layer_in_bfloat16_is_exported() -> None:
+    class Cast(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = frozen()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(inputs)
+
+    module, inputs = Cast(), torch.randn(2, 24)
+    exported = torch.export.export(module, (inputs,)).module()
+    assert_close(exported(inputs), module(inputs), atol=0.02, rtol=0.02)
 
 
 def test_trained_weights_are_not_cast_in_advance() -> None:

@@ -32,7 +32,8 @@ class Linear(nn.Linear):
     """`nn.Linear` that, while its weights are frozen, uses oneDNN and casts them for autocast once.
 
     Autocast would cast frozen weights in every call. Where oneDNN is used, cast weights are stored
-    in its own layout: from another layout, it would copy them in every call.
+    in its own layout: from another layout, it would copy them in every call. Weights may change at
+    any time, but not through `.data`, which torch does not count as a change.
     """
 
     packs = False
@@ -40,17 +41,17 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
-        self._copies: dict[Any, tuple[tuple[Any, ...], Tensor]] = {}
+        self._copies: dict[Any, tuple[Tensor, tuple[Any, ...], Tensor]] = {}
 
     def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
         device = inputs.device.type
         frozen = not (self.weight.requires_grad or self.bias.requires_grad)
-        has_autocast = device != "meta" and torch.is_autocast_enabled(device)
-        casts = frozen and self.weight.is_leaf and has_autocast
+        plain = device == "meta" or torch.compiler.is_compiling()
+        casts = not plain and frozen and self.weight.is_leaf and torch.is_autocast_enabled(device)
         if casts:
             inputs = inputs.to(torch.get_autocast_dtype(device))
-        uses_onednn = frozen and self._supports_onednn(inputs, casts)
+        uses_onednn = not plain and frozen and self._supports_onednn(inputs, casts)
         if casts or (self.packs and uses_onednn and not torch.is_grad_enabled()):
             weights = self._copied_once(inputs, rows, uses_onednn)
         else:
@@ -74,23 +75,24 @@ class Linear(nn.Linear):
     def _copied_once(self, inputs: Tensor, rows: slice | None, pack: bool) -> Weights:
         """Return the weights in the precision of the inputs, in the layout of oneDNN if `pack`."""
         plain, dtype, batch = self._weights(rows), inputs.dtype, inputs.shape[:-1].numel()
-        part = None if rows is None else (rows.start, rows.stop)
-        key = (dtype, pack, self.weight.data_ptr(), self.weight._version, self.bias._version)
+        part = None if rows is None else (rows.start, rows.stop, rows.step)
 
-        def once(name: str, weight: Tensor, pack: bool) -> Tensor:
+        def once(name: str, source: Tensor, own: Tensor, pack: bool) -> Tensor:
+            version = 0 if source.is_inference() else source._version
+            key = (dtype, pack, source.data_ptr(), version)
             known = self._copies.get((name, part))
-            if known is None or known[0] != key:
+            # A new parameter may have the address of an old one, which is therefore kept.
+            if known is None or known[0] is not source or known[1] != key:
                 with torch.inference_mode(False), torch.no_grad():  # may be used in training later
-                    copy = weight.to(dtype)
-                    known = (key, _PACK(copy.contiguous(), batch) if pack else copy)
+                    copy = own.to(dtype)
+                    known = (source, key, _PACK(copy.contiguous(), batch) if pack else copy)
                 self._copies[name, part] = known
-            return known[1]
+            return known[2]
 
+        forward = once("forward", self.weight, plain.forward, pack)
         trains = pack and torch.is_grad_enabled()
-        backward = once("backward", plain.forward.t(), pack) if trains else None
-        return Weights(
-            once("forward", plain.forward, pack), backward, once("bias", plain.bias, False)
-        )
+        backward = once("backward", self.weight, plain.forward.t(), pack) if trains else None
+        return Weights(forward, backward, once("bias", self.bias, plain.bias, False))
 
     def _supports_onednn(self, inputs: Tensor, casts: bool) -> bool:
         """Return whether oneDNN can compute products of frozen weights with these inputs."""
@@ -108,7 +110,6 @@ class Linear(nn.Linear):
             )
             and torch.is_autocast_enabled("cpu") == casts
             and bool(torch.backends.mkldnn.enabled)
-            and not torch.compiler.is_compiling()
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -365,6 +365,7 @@ def _training_tensors(method: Method, optimizer: Optimizer, stage: int) -> dict[
     return tensors
 
 
+@torch.no_grad()
 def _load_parameters(method: Method, tensors: Mapping[str, Tensor], path: Path) -> None:
     for name, parameter in method.named_parameters():
         saved = tensors.get(f"parameter.{name}")
@@ -372,7 +373,7 @@ def _load_parameters(method: Method, tensors: Mapping[str, Tensor], path: Path) 
             continue
         if saved is None or not _matches(saved, parameter):
             raise CorruptFile(path, f"it does not fit the parameter '{name}'")
-        parameter.data.copy_(saved)
+        parameter.copy_(saved)
 
 
 def _load_buffers(method: Method, tensors: Mapping[str, Tensor], path: Path) -> None:
