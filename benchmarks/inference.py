@@ -87,6 +87,8 @@ def export(module: nn.Module, example: Tensor, path: Path) -> None:
 def onnx_run(path: Path, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    # Its threads would wait busily and slow down what is measured next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 

@@ -90,9 +90,9 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, again = layer(inputs), layer(inputs, slice(8, None))
         expected = F.linear(inputs, layer.weight, layer.bias)
-        cast = layer._copies["forward", None]
+        cast = layer._copies["forward", None, torch.bfloat16]
         layer(inputs)
-        assert layer._copies["forward", None] is cast, "no second cast"
+        assert layer._copies["forward", None, torch.bfloat16] is cast, "no second cast"
     assert found.dtype == expected.dtype == torch.bfloat16
     assert_close(found, expected, atol=0.02, rtol=0.02)
     assert_close(again, expected[..., 8:], atol=0.02, rtol=0.02)
@@ -127,7 +127,7 @@ def test_cast_weights_are_packed_for_onednn() -> None:
 
 def stored(layer: Linear) -> set[str]:
     """The weights of a layer that are in the layout of oneDNN."""
-    return {name for (name, _), (*_, copied) in layer._copies.items() if copied.is_mkldnn}
+    return {name for (name, *_), (*_, copied) in layer._copies.items() if copied.is_mkldnn}
 
 
 @pytest.mark.parametrize("rows", [None, slice(8), slice(8, None)])

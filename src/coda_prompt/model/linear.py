@@ -79,14 +79,14 @@ class Linear(nn.Linear):
 
         def once(name: str, source: Tensor, own: Tensor, pack: bool) -> Tensor:
             version = 0 if source.is_inference() else source._version
-            key = (dtype, pack, source.data_ptr(), version)
-            known = self._copies.get((name, part))
+            key = (pack, source.data_ptr(), version)
+            known = self._copies.get((name, part, dtype))
             # A new parameter may have the address of an old one, which is therefore kept.
             if known is None or known[0] is not source or known[1] != key:
                 with torch.inference_mode(False), torch.no_grad():  # may be used in training later
                     copy = own.to(dtype)
                     known = (source, key, _PACK(copy.contiguous(), batch) if pack else copy)
-                self._copies[name, part] = known
+                self._copies[name, part, dtype] = known
             return known[2]
 
         forward = once("forward", self.weight, plain.forward, pack)
