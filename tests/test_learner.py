@@ -96,7 +96,7 @@ def test_predict_proba_follows_the_order_of_classes() -> None:
 
 def test_many_images_are_predicted_with_packed_weights() -> None:
     classifier = taught(range(2))
-    images, _ = drawings(range(2), MANY_IMAGES)
+    images, _ = drawings(range(2), MANY_IMAGES // 2)
     single = [classifier(image)[0].probability for image in images[:3]]
     layer = classifier.network.backbone.vit.blocks[0].mlp.fc1
     layer.packs = False  # the backbone is shared by all tests

@@ -37,7 +37,7 @@ OnEvent = Callable[[Event], object]
 BATCH_SIZE = 64
 """Images that are decoded and classified together; memory does not grow with their number."""
 
-MANY_IMAGES = 32
+MANY_IMAGES = 128
 """From this number on, packing the weights of `photo` takes less time than it saves."""
 
 
