@@ -26,11 +26,13 @@ VARIANTS = (
 
 def steps(rows: list[dict[str, Any]]) -> None:
     """Plot speedups over the textbook implementation, with those expected from operations."""
-    backbones = list(dict.fromkeys(row["backbone"] for row in rows))
+    for row in rows:
+        row["label"] = row["backbone"] + (f"\nbatch {row['batch']}" if row["batch"] != 16 else "")
+    backbones = list(dict.fromkeys(row["label"] for row in rows))
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for offset, (variant, label, colour) in enumerate(VARIANTS):
         bar_rows = [row for row in rows if row["step"] == variant]
-        xs = [backbones.index(row["backbone"]) + 0.28 * (offset - 1) for row in bar_rows]
+        xs = [backbones.index(row["label"]) + 0.28 * (offset - 1) for row in bar_rows]
         bars = axes.bar(
             xs, [row["times faster"] for row in bar_rows], 0.25, color=colour, label=label
         )

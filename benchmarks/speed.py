@@ -19,11 +19,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -48,8 +49,12 @@ from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import write_atomically
 from coda_prompt.training.budget import MultiplyAddCounter
+from coda_prompt.training.cores import Cores, images_per_part, parts_of
+from coda_prompt.training.devices import Devices
 from coda_prompt.training.fast import fast_views
-from coda_prompt.training.loading import Epoch, Views, batches
+from coda_prompt.training.gradients import Gradients
+from coda_prompt.training.loading import Batch, Epoch, Views, batches
+from coda_prompt.training.queries import Queries
 
 VITS = {
     "ViT-B/16": ViTConfig(),
@@ -60,6 +65,7 @@ VITS = {
 CLASSES = 20
 """Classes per task."""
 Step = Callable[[], object]
+Observer = TypeVar("Observer", bound=TorchDispatchMode)
 
 
 # -- what is measured
@@ -102,7 +108,10 @@ def product_step(
     bfloat16: bool = False,
     micro_batch: int | None = None,
 ) -> Step:
-    """Return a training step as the engine does it; cached queries are in memory."""
+    """Return a training step that computes one part of the batch after the other.
+
+    Cached queries are in memory.
+    """
     known, size = method.queries(images), micro_batch or len(images)
 
     def batch(part: slice) -> TrainingBatch:
@@ -122,6 +131,79 @@ def product_step(
     return step
 
 
+class EngineStep:
+    """A training step as the engine does it, with a part of the batch on every core.
+
+    Queries are computed, or `cached` queries are used.
+    """
+
+    observer: TorchDispatchMode | None = None
+    """Sees the operations of all threads."""
+
+    def __init__(
+        self,
+        method: CodaPrompt,
+        images: Tensor,
+        labels: Tensor,
+        cached: Tensor | None = None,
+        bfloat16: bool = False,
+        workers: int | None = None,
+    ) -> None:
+        self.method, self.images, self.labels = method, images, labels
+        self.bfloat16 = bfloat16
+        self.view = None if cached is None else 0  # a view that recurs
+        config, count = method.backbone.config, len(images)
+        workers = workers or min(torch.get_num_threads(), parts_of(count, config))
+        cores = None
+        if workers > 1:
+            cores = _ObservedCores(self, workers)
+            cores.__enter__()
+        fabric = Devices("cpu", precision="bf16-mixed" if bfloat16 else "32-true").fabric()
+        queries = Queries("exact", 2**30, lambda *_: torch.empty(0), bool)
+        self.size = images_per_part(count, config, workers)
+        self.samples = Samples(FileSplit([], np.zeros(0, np.int64)), *np.zeros((2, count), int))
+        self.gradients = Gradients(
+            method,
+            fabric.setup_module(method),
+            "train",
+            method.trainable_parameters(),
+            fabric,
+            queries,
+            cores,
+        )
+        table = queries.table_for(method, self._batch(0, count), self.samples)
+        if table is not None and cached is not None:
+            table.write(range(count), cached)
+
+    def _batch(self, first: int, last: int) -> Batch:
+        positions = list(range(first, min(last, len(self.images))))
+        return Batch(self.images[first:last], self.labels[first:last], positions, self.view)
+
+    def __call__(self) -> None:
+        self.method.zero_grad(set_to_none=True)
+        starts = range(0, len(self.images), self.size)
+        batches = (self._batch(first, first + self.size) for first in starts)
+        if self.bfloat16:
+            with self.gradients.fabric.autocast():
+                self.method.backbone.cast_weights(self.size, torch.bfloat16)
+        self.gradients.add(batches, self.samples, len(self.images), len(starts))
+
+
+class _ObservedCores(Cores):
+    """Cores whose threads show their operations to the observer of a step."""
+
+    def __init__(self, step: EngineStep, workers: int) -> None:
+        super().__init__(workers)
+        self.step = step
+
+    def map(self, items: Any, compute: Any) -> Any:
+        def observed(item: Any) -> Any:
+            with self.step.observer or contextlib.nullcontext():
+                return compute(item)
+
+        return super().map(items, observed)
+
+
 def textbook_step(book: TextbookCoda, images: Tensor, labels: Tensor) -> Step:
     def step() -> None:
         book.zero_grad(set_to_none=True)
@@ -134,13 +216,15 @@ def steps_of(name: str, size: int) -> dict[str, Step]:
     """Return variants of a training step in task 5 of 10 with 100 components."""
     method = in_task(name, 5, 50, 10)
     images, labels = batch_for(name, size, method)
+    known = method.queries(images)
     return {
         "textbook": textbook_step(TextbookCoda(method), images, labels),
-        "exact": product_step(method, images, labels, cached=False),
-        "cached": product_step(method, images, labels, cached=True),
-        "exact, micro-batch 8": product_step(method, images, labels, cached=False, micro_batch=8),
-        "exact, bfloat16": product_step(method, images, labels, cached=False, bfloat16=True),
-        "cached, bfloat16": product_step(method, images, labels, cached=True, bfloat16=True),
+        "exact": EngineStep(method, images, labels),
+        "cached": EngineStep(method, images, labels, known),
+        "exact, whole batch": product_step(method, images, labels, cached=False),
+        "cached, whole batch": product_step(method, images, labels, cached=True),
+        "exact, bfloat16": EngineStep(method, images, labels, bfloat16=True),
+        "cached, bfloat16": EngineStep(method, images, labels, known, bfloat16=True),
     }
 
 
@@ -161,9 +245,20 @@ def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
 
 def multiply_adds(step: Step) -> float:
     """Count the multiply-adds of a step."""
-    with MultiplyAddCounter() as counter:
+    with observed(step, MultiplyAddCounter()) as counter:
         step()
     return counter.count
+
+
+@contextlib.contextmanager
+def observed(step: Step, observer: Observer) -> Iterator[Observer]:
+    """Show the operations of a step to an observer."""
+    with observer:
+        if isinstance(step, EngineStep):
+            step.observer = observer
+        yield observer
+        if isinstance(step, EngineStep):
+            step.observer = None
 
 
 class TensorMemory(TorchDispatchMode):
@@ -177,6 +272,7 @@ class TensorMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._lock = threading.RLock()  # a storage may be freed while it is held
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -184,22 +280,24 @@ class TensorMemory(TorchDispatchMode):
         arguments = _tensors((args, kwargs))
         given = {each.untyped_storage()._cdata for each in arguments if not each.is_mkldnn}
         results = operation(*args, **(kwargs or {}))
-        for tensor in _tensors(results):
-            if tensor.is_mkldnn:  # packed weights, which have no storage and remain
-                self.now += tensor.nbytes
-                continue
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in given and key not in self._alive:
-                freed = functools.partial(self._freed, key, size)
-                self._alive[key] = weakref.ref(storage, freed)
-                self.now += size
-        self.peak = max(self.peak, self.now)
+        with self._lock:
+            for tensor in _tensors(results):
+                if tensor.is_mkldnn:  # packed weights, which have no storage and remain
+                    self.now += tensor.nbytes
+                    continue
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in given and key not in self._alive:
+                    freed = functools.partial(self._freed, key, size)
+                    self._alive[key] = weakref.ref(storage, freed)
+                    self.now += size
+            self.peak = max(self.peak, self.now)
         return results
 
     def _freed(self, key: int, size: int, _: object) -> None:
-        del self._alive[key]
-        self.now -= size
+        with self._lock:
+            del self._alive[key]
+            self.now -= size
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -208,7 +306,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def peak_of_tensors(step: Step) -> float:
     """Return the MiB of the tensors that a step makes and that exist at the same time, at most."""
-    with TensorMemory() as memory:
+    with observed(step, TensorMemory()) as memory:
         step()
     return memory.peak / 2**20
 
@@ -252,6 +350,7 @@ def training(quick: bool) -> list[dict[str, Any]]:
         ("ViT-B/16", 16),
         ("ViT-S/16", 16),
         ("ViT-S/14, 112 px", 16),
+        ("ViT-S/14, 112 px", 64),
         ("pocket", 16),
     ):
         if quick and name == "ViT-B/16":
@@ -259,35 +358,31 @@ def training(quick: bool) -> list[dict[str, Any]]:
         steps = steps_of(name, size)
         forward = multiply_adds(_one_forward(name, size))
         seconds = interleaved(steps, 5 if name != "pocket" else 40)
-        for variant, step in steps.items():
-            rows.append(
-                {
-                    "backbone": name,
-                    "batch": size,
-                    "step": variant,
-                    "seconds": seconds[variant],
-                    "forwards": multiply_adds(step) / forward,
-                    "MiB": memory_in_subprocess("step", name, str(size), variant),
-                    "MiB of tensors": peak_of_tensors(step),
-                }
-            )
-        rows.append(_fast(rows))
-    for row in rows:
-        base = next(r for r in rows if r["step"] == "textbook" and r["backbone"] == row["backbone"])
-        row["times faster"] = base["seconds"] / row["seconds"]
-        row["counted"] = base["forwards"] / row["forwards"]
-        row["memory"] = row["MiB"] / base["MiB"]
-        row["tensors"] = row["MiB of tensors"] / base["MiB of tensors"]
+        measured = {
+            variant: {
+                "backbone": name,
+                "batch": size,
+                "step": variant,
+                "seconds": seconds[variant],
+                "forwards": multiply_adds(step) / forward,
+                "MiB": memory_in_subprocess("step", name, str(size), variant),
+                "MiB of tensors": peak_of_tensors(step),
+            }
+            for variant, step in steps.items()
+        }
+        base = measured["textbook"]
+        for row in (*measured.values(), _fast(measured)):
+            row["times faster"] = base["seconds"] / row["seconds"]
+            row["counted"] = base["forwards"] / row["forwards"]
+            row["memory"] = row["MiB"] / base["MiB"]
+            row["tensors"] = row["MiB of tensors"] / base["MiB of tensors"]
+            rows.append(row)
     return rows
 
 
-def _fast(rows: list[dict[str, Any]], epochs: int = 20) -> dict[str, Any]:
+def _fast(measured: dict[str, dict[str, Any]], epochs: int = 20) -> dict[str, Any]:
     """Return the mean step of `--fast` in bfloat16: exact in the first epochs, then cached."""
-    backbone = rows[-1]["backbone"]
-    exact, cached = (
-        next(r for r in rows if (r["backbone"], r["step"]) == (backbone, f"{kind}, bfloat16"))
-        for kind in ("exact", "cached")
-    )
+    exact, cached = measured["exact, bfloat16"], measured["cached, bfloat16"]
     share = fast_views(epochs) / epochs
     means = {
         name: share * exact[name] + (1 - share) * cached[name] for name in ("seconds", "forwards")

@@ -175,15 +175,16 @@ def fit_machine(rows: list[dict[str, Any]]) -> Machine:
             row["batch"] * 3 * net.moved,
             row["seconds"],
         )
-        for net, row in ((NETS["ViT-B/16"], _row(rows, "ViT-B/16", "cached")),
-                         (pocket(), _row(rows, "pocket", "cached")))
+        for net, row in ((NETS["ViT-B/16"], _row(rows, "ViT-B/16")),
+                         (pocket(), _row(rows, "pocket")))
     )  # fmt: skip
     determinant = a * d - b * c
     return Machine(determinant / (s * d - b * t), determinant / (a * t - s * c))
 
 
-def _row(rows: list[dict[str, Any]], backbone: str, step: str) -> dict[str, Any]:
-    return next(row for row in rows if row["backbone"] == backbone and row["step"] == step)
+def _row(rows: list[dict[str, Any]], backbone: str) -> dict[str, Any]:
+    steps = (row for row in rows if row["step"] == "cached, whole batch")
+    return next(row for row in steps if row["backbone"] == backbone)
 
 
 def points(measured: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
@@ -192,16 +193,17 @@ def points(measured: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
     steps = [
         row
         for row in measured["training"]
-        if row["backbone"] in nets and row["step"] in ("exact", "cached")
+        if row["backbone"] in nets and row["step"].endswith(", whole batch")
     ]
     for row in steps:
-        if (row["step"], row["backbone"]) in (("cached", "ViT-B/16"), ("cached", "pocket")):
+        kind = row["step"].partition(",")[0]
+        cached = kind == "cached"
+        if cached and row["backbone"] in ("ViT-B/16", "pocket"):
             continue
-        cached = row["step"] == "cached"
         predicted = machine.step(nets[row["backbone"]], row["batch"], cached=cached, components=50)
-        yield f"step, {row['backbone']}, {row['step']} queries", predicted, row["seconds"]
+        yield f"step, {row['backbone']}, {kind} queries", predicted, row["seconds"]
     for row in steps:
-        if row["step"] == "cached" and row["backbone"] != "ViT-B/16":
+        if row["step"].startswith("cached") and row["backbone"] != "ViT-B/16":
             predicted = row["batch"] * nets[row["backbone"]].saved / 2**20
             yield f"MiB of a step, {row['backbone']}", predicted, row["MiB"]
     for row in measured["evaluation"]:

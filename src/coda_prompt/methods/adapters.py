@@ -125,6 +125,7 @@ class AdapterMethod(Method):
     config: AdapterConfig
     learning_rate = 0.01
     fits = True
+    loss_in_parts = True
 
     def __init__(self, backbone: ViT, config: AdapterConfig) -> None:
         super().__init__(backbone, config)

@@ -125,6 +125,9 @@ class Method(nn.Module):
     """Divides scores before the softmax when no held-out images are there to fit it."""
     frozen_backbone: ClassVar[bool] = True
     """Whether the ViT is never changed; if not, the method trains a copy of it."""
+    loss_in_parts: ClassVar[bool] = False
+    """Whether parts of a batch may be passed to `loss` instead of all of it, by several threads at
+    the same time: no image's loss depends on other images, and `loss` changes no state."""
     first_block: int | None = None
     """The block up to which the query's pass and the next one agree, so that it is run once."""
 
@@ -391,6 +394,7 @@ class PromptMethod(TrainedMethod):
 
     Config: ClassVar[type[MethodConfig]] = PromptConfig
     needs_queries = True
+    loss_in_parts = True
     first_block: int
     config: PromptConfig
 

@@ -63,6 +63,7 @@ class HiDePrompt(AlignedPrompts):
     variants = MappingProxyType({"hide-prompt": {}})
     config: HiDeConfig
     learning_rate = 2.8e-3
+    loss_in_parts = False  # images of a batch are contrasted with each other
 
     def __init__(self, backbone: ViT, config: HiDeConfig) -> None:
         super().__init__(backbone, config, {"blocks": "length"}, config.centroids)

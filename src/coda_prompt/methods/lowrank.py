@@ -101,6 +101,8 @@ def edits_of(factors: Mapping[str, tuple[Tensor, Tensor]]) -> dict[int, BlockEdi
 class LowRankMethod(TrainedMethod):
     """Base of methods with low-rank changes of a frozen ViT, trained with the masked loss."""
 
+    loss_in_parts = True
+
     @abstractmethod
     def edits(self) -> dict[int, BlockEdits]:
         """The low-rank changes of each block; `ViT.merge` adds them to the weights."""

@@ -15,20 +15,21 @@ _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 class AttentionInFloat32(torch.autograd.Function):
     """`scaled_dot_product_attention` of bfloat16 queries, keys and values, computed in float32.
 
-    On CPUs the backward pass of attention takes three times as long in bfloat16. Inputs are stored
-    for backward in bfloat16: in float32 they would take twice the memory.
+    On CPUs the backward pass of attention takes three times as long in bfloat16. Inputs and outputs
+    are stored for backward in bfloat16: in float32 they would take twice the memory.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         outputs, logsumexp = _ATTENTION(query.float(), key.float(), value.float())
-        ctx.save_for_backward(query, key, value, outputs, logsumexp)
-        return outputs
+        rounded: Tensor = outputs.to(query.dtype)
+        ctx.save_for_backward(query, key, value, rounded, logsumexp)
+        return rounded
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        *inputs, outputs, logsumexp = ctx.saved_tensors
-        converted = [rows.float() for rows in inputs]
-        gradients = _BACKWARD(gradient, *converted, outputs, logsumexp, 0.0, False)
-        return tuple(rows.to(inputs[0].dtype) for rows in gradients)
+        *saved, logsumexp = ctx.saved_tensors
+        converted = [rows.float() for rows in (gradient, *saved)]
+        gradients = _BACKWARD(*converted, logsumexp, 0.0, False)
+        return tuple(rows.to(gradient.dtype) for rows in gradients)

@@ -108,6 +108,11 @@ class ViTConfig:
     def grid(self) -> int:
         return self.image_size // self.patch_size
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: class token, registers and patches."""
+        return 1 + self.registers + self.grid**2
+
 
 class PatchEmbedding(nn.Module):
     """Non-overlapping patches through one linear map (timm's `patch_embed.proj`)."""
@@ -398,6 +403,19 @@ class ViT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.packs = True
+
+    def cast_weights(self, images: int, dtype: torch.dtype) -> None:
+        """Cast frozen weights for training in autocast now: threads would do it at the same time.
+
+        Args:
+            images: Of the batch that a thread computes.
+            dtype: Of autocast, which is enabled.
+        """
+        for index, block in enumerate(self.blocks):
+            tokens = 1 if index == len(self.blocks) - 1 else self.config.tokens
+            for module in block.modules():
+                if isinstance(module, Linear):
+                    module.cast_weights(images * tokens, dtype)
 
     def compile_blocks(self) -> None:
         """Compile the blocks when they are next used, if torch.compile works on this device."""

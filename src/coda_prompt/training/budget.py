@@ -109,7 +109,8 @@ class MultiplyAddCounter(TorchDispatchMode):
                 return parts
         result = func(*args, **kwargs)
         if formula is not None:
-            self.count += formula(*args, **kwargs, out_val=result) / 2
+            operations = formula(*args, **kwargs, out_val=result) / 2
+            self.count += operations  # in one step, as several threads may count
         return result
 
 

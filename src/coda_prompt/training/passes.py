@@ -6,9 +6,8 @@ Each process computes its share of the images; every process gets all results.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import get_args
 
 import numpy as np
@@ -23,8 +22,9 @@ from coda_prompt.methods import Method
 from coda_prompt.methods.sums import TaskSums
 from coda_prompt.model.vit import Images
 from coda_prompt.training.chunks import Chunks
+from coda_prompt.training.cores import Cores
 from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
-from coda_prompt.training.loading import TEST_VIEW, Batch, Item, Views, batches
+from coda_prompt.training.loading import TEST_VIEW, Batch, Views, batches
 from coda_prompt.training.local import LocalDevice
 from coda_prompt.training.queries import Queries
 from coda_prompt.training.settings import Event, Training
@@ -273,11 +273,15 @@ class Passes:
         enough = len(samples) >= PARALLEL_BATCHES * self.pass_size
         threads = torch.get_num_threads() if on_cores and enough else 1
         passed = self._pass_over(samples)
-        computed = ((batch, rows_of(batch)) for batch in passed)
-        for batch, rows in computed if threads == 1 else _in_order(passed, rows_of, threads):
-            done += len(batch.positions) * self.fabric.world_size
-            self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
-            yield batch, rows
+        with Cores(threads) if threads > 1 else nullcontext() as cores:
+            for batch, rows in (
+                ((batch, rows_of(batch)) for batch in passed)
+                if cores is None
+                else cores.map(passed, rows_of)
+            ):
+                done += len(batch.positions) * self.fabric.world_size
+                self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
+                yield batch, rows
 
     def _pass_over(self, samples: Samples, features_of: Method | None = None) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.
@@ -334,28 +338,6 @@ class Passes:
         method.to(self.fabric.device, self.dtype)
         if isinstance(self.fabric.strategy, Replicated):
             self.fabric.strategy.prepare(method)
-
-
-def _in_order(
-    batches: Iterable[Item], compute: Callable[[Item], Tensor], threads: int
-) -> Iterator[tuple[Item, Tensor]]:
-    """Yield batches with what threads compute from them, in order; each computes on one core.
-
-    If all cores computed the same batch, each operation would wait for the core that also decodes
-    images.
-    """
-    pending: deque[tuple[Item, Future[Tensor]]] = deque()
-    try:
-        with ThreadPoolExecutor(threads, "pass", torch.set_num_threads, (1,)) as pool:
-            for batch in batches:
-                pending.append((batch, pool.submit(compute, batch)))
-                if len(pending) > threads:
-                    first, rows = pending.popleft()
-                    yield first, rows.result()
-            for batch, rows in pending:
-                yield batch, rows.result()
-    finally:
-        torch.set_num_threads(threads)  # threads that start later would have one, too
 
 
 def _without_images(samples: Samples, order: list[list[int]]) -> Iterator[Batch]:

@@ -50,6 +50,26 @@ class Queries:
         """
         if not method.needs_queries:
             return batch.images, None
+        table = self.table_for(method, batch, samples, cache=cache)
+        if table is not None and not self.in_any(not table.filled[batch.positions].all()):
+            return batch.images, table.rows(batch.positions, method)
+        images: Images = batch.images
+        if method.first_block is not None:
+            images = method.backbone.start(images, method.first_block)
+        queries = method.queries(images)
+        if table is not None:
+            table.write(batch.positions, queries)
+            queries = table.rows(batch.positions, method)
+        return images, queries
+
+    def table_for(
+        self, method: Method, batch: Batch, samples: Samples, *, cache: bool = True
+    ) -> QueryTable | None:
+        """Return the table of the queries of a batch, made and filled if need be.
+
+        None if they are not cached. For `cache`, see `images_and_queries`, which several threads
+        may call at the same time once the table exists.
+        """
         view = batch.view
         rounded = self.mode == "cached" and not method.closed_form
         if not (cache or rounded or (method.backbone, TEST_VIEW) in self.tables.get(samples, {})):
@@ -57,18 +77,7 @@ class Queries:
         elif view == PLAIN_VIEW or (self.mode == "cached" and view != TEST_VIEW):
             view = TEST_VIEW
             self.fill(method, samples)
-        if view is not None:
-            table = self._table(method, samples, view)
-            if not self.in_any(not table.filled[batch.positions].all()):
-                return batch.images, table.rows(batch.positions, method)
-        images: Images = batch.images
-        if method.first_block is not None:
-            images = method.backbone.start(images, method.first_block)
-        queries = method.queries(images)
-        if view is not None:
-            table.write(batch.positions, queries)
-            queries = table.rows(batch.positions, method)
-        return images, queries
+        return None if view is None else self._table(method, samples, view)
 
     def features(self, method: Method, batch: Batch, samples: Samples) -> Tensor:
         """Return the features of test images, B x D, of a method whose features are fixed."""

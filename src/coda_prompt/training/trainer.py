@@ -1,4 +1,4 @@
-"""Train one stage of a task: epochs, batches and steps; the only backward pass and optimizers.
+"""Train one stage of a task: epochs, batches and steps; the only optimizers.
 
 Batches are global: each process trains on its share, and losses and gradients are reduced so that a
 step equals that of a single process.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +18,14 @@ from torch.optim import Optimizer
 
 from coda_prompt import errors
 from coda_prompt.data.stream import Samples, Task
-from coda_prompt.methods import Loss, Method
-from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
+from coda_prompt.methods import Method
+from coda_prompt.methods.stages import ParameterGroup, Stage
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
+from coda_prompt.training.cores import Cores, images_per_part, parts_of
+from coda_prompt.training.gradients import Gradients
 from coda_prompt.training.loading import Batch, Epoch, batches
 from coda_prompt.training.passes import Passes
 from coda_prompt.training.schedule import learning_rate
@@ -63,6 +66,7 @@ class StageRun:
     """Initial learning rate of each parameter group."""
     module: _FabricModule
     wrapped: _FabricOptimizer
+    gradients: Gradients
 
     def set_rates(self, schedule: str, epoch: int, progress: float, spent: float) -> float:
         """Set the learning rates of a step and return the first.
@@ -136,17 +140,48 @@ class Trainer(Passes):
         table = self._table(run.train, method.features, method) if features else None
         if run.meter is not None:
             self._start_meter(run, run.meter, stage, position, resumed=restored is not None)
-        training = StageRun(stage, epochs, optimizer, rates, module, wrapped)
-        while position.epoch < epochs:
-            if run.meter is not None and not position.step and run.is_spent(position):
-                break
-            epoch = epochs_before + position.epoch
-            data = self._epoch_data(run, stage, epoch, position.step, table)
-            position = self._train_epoch(run, training, data, position)
+        workers = self._workers(run, stage)
+        if workers > 1 and self.precision == "bf16-mixed":
+            size = stage.batch_size or self.training.batch_size
+            with self.fabric.autocast():
+                images = images_per_part(size, method.vit_config, workers)
+                method.backbone.cast_weights(images, torch.bfloat16)
+        with Cores(workers) if workers > 1 else nullcontext() as cores:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            gradients = Gradients(
+                method, module, stage.name, parameters, self.fabric, self.queries, cores
+            )
+            training = StageRun(stage, epochs, optimizer, rates, module, wrapped, gradients)
+            while position.epoch < epochs:
+                if run.meter is not None and not position.step and run.is_spent(position):
+                    break
+                epoch = epochs_before + position.epoch
+                data = self._epoch_data(run, stage, epoch, position.step, table, workers)
+                position = self._train_epoch(run, training, data, position)
         for parameter in paused:
             parameter.requires_grad_(True)
         method.eval()
         return position.losses
+
+    def _workers(self, run: TaskRun, stage: Stage) -> int:
+        """Return how many threads compute parts of a batch at the same time on a CPU.
+
+        One where that is not possible, or where options ask for something else.
+        """
+        training, method = self.training, run.method
+        possible = (
+            self.fabric.device.type == "cpu"
+            and self.fabric.world_size == 1
+            and self.precision in ("32-true", "bf16-mixed")
+            and method.loss_in_parts
+            and method.frozen_backbone
+            and stage.data in ("augmented", "plain")
+            and run.meter is None  # it counts the operations of one thread
+            and training.micro_batch is None
+            and not (training.recompute or training.compile)
+        )
+        parts = parts_of(stage.batch_size or training.batch_size, method.vit_config)
+        return min(torch.get_num_threads(), parts) if possible else 1
 
     def _start_meter(
         self,
@@ -197,7 +232,7 @@ class Trainer(Passes):
                     break
                 spent = position.spent / run.meter.limit
             rate = training.set_rates(self.training.schedule, epoch, step / steps, spent)
-            loss, step_is_finite = self._step(run, training, data, position.step)
+            loss, step_is_finite = self._step(training, data, position.step)
             total += loss.to(precise) * data.sizes[step]
             finite &= step_is_finite
             position.step = step + 1
@@ -248,9 +283,12 @@ class Trainer(Passes):
         return kind(options, betas=training.betas, fused=fused)
 
     def _epoch_data(
-        self, run: TaskRun, stage: Stage, epoch: int, done: int, table: Tensor | None
+        self, run: TaskRun, stage: Stage, epoch: int, done: int, table: Tensor | None, workers: int
     ) -> EpochData:
-        """Return the batches of an epoch after `done` steps; `epoch` counts over all stages."""
+        """Return the batches of an epoch after `done` steps, in parts for `workers` threads.
+
+        `epoch` counts over all stages.
+        """
         training, processes = self.training, self.fabric.world_size
         samples, labels = run.train, run.labels
         if stage.data == "generated":
@@ -266,8 +304,10 @@ class Trainer(Passes):
         if done and done >= len(order):
             raise errors.CorruptFile("the checkpoint", f"it counts {done} steps of {len(order)}")
         sizes, parts = [len(batch) for batch in order], []
-        micro = training.micro_batch or size
         for batch in order:
+            micro = training.micro_batch or size
+            if workers > 1:
+                micro = images_per_part(len(batch), run.method.vit_config, workers)
             share = batch[self.fabric.global_rank :: processes]
             starts = range(0, math.ceil(len(batch) / processes), micro)
             parts.append([share[start : start + micro] for start in starts])
@@ -299,59 +339,27 @@ class Trainer(Passes):
         ]
         return Samples.concat([run.train, *replayed])
 
-    def _step(
-        self,
-        run: TaskRun,
-        training: StageRun,
-        data: EpochData,
-        step: int,
-    ) -> tuple[Tensor, Tensor]:
+    def _step(self, training: StageRun, data: EpochData, step: int) -> tuple[Tensor, Tensor]:
         """Train on this process's share of a batch.
-
-        Gradients of micro-batches are accumulated. Processes average their gradients, so a share's
-        sums are multiplied by the number of processes; the penalty is the same everywhere and is
-        added once.
 
         Returns:
             The loss over all processes, and whether it and all gradients are finite; both on the
             device.
         """
-        method, processes = run.method, self.fabric.world_size
-        stage, module, optimizer = training.stage, training.module, training.wrapped
-        whole, last = data.sizes[step], data.parts[step] - 1
-        value = torch.zeros((), device=self.fabric.device, dtype=self.dtype)
+        stage, optimizer = training.stage, training.wrapped
         optimizer.zero_grad()
-        for number in range(last + 1):
-            with self.fabric.no_backward_sync(module, enabled=number < last):
-                # No variable refers to the batch: its memory is free in the backward pass.
-                loss = module(self._next_batch(method, data, stage.name))
-                if not isinstance(loss, Loss):
-                    problem = f"its loss returns {type(loss).__name__}, not Loss"
-                    raise errors.BadMethod(method.name, f"{problem}; use Loss.of(per_image)")
-                share = (loss.mean.sum() / whole + loss.total.sum()) * processes
-                if number == 0:
-                    share = share + loss.penalty
-                self.fabric.backward(share)
-            value += share.detach()
-        if processes > 1:
+        value = training.gradients.add(
+            data.loaded, data.samples, data.sizes[step], data.parts[step]
+        )
+        if self.fabric.world_size > 1:
             value = self._reduced(value, "mean")
         finite = value.isfinite()
         # The gradient scaler of 16-mixed provokes overflows and skips those steps itself.
         if self.precision != "16-mixed":
-            groups = training.optimizer.param_groups
-            gradients = [each.grad for group in groups for each in group["params"]]
+            gradients = [each.grad for each in training.gradients.parameters]
             checks = [each.isfinite().all() for each in gradients if each is not None]
             finite = torch.stack([finite, *checks]).all()
         if stage.clip_norm is not None:
-            self.fabric.clip_gradients(module, optimizer, max_norm=stage.clip_norm)
+            self.fabric.clip_gradients(training.module, optimizer, max_norm=stage.clip_norm)
         optimizer.step()
         return value, finite
-
-    def _next_batch(self, method: Method, data: EpochData, stage: str) -> TrainingBatch:
-        """Return this process's share of the next micro-batch with its queries."""
-        batch = self.fabric.to_device(next(data.loaded))
-        if data.samples is None:
-            return TrainingBatch(None, batch.labels, None, batch.images, stage)
-        with self.fabric.autocast():
-            images, queries = self.queries.images_and_queries(method, batch, data.samples)
-        return TrainingBatch(images, batch.labels, queries, None, stage)

@@ -1,0 +1,262 @@
+"""Threads with cores of their own compute what one thread computes, in passes and in training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_run import two_tasks
+from lightning_fabric import Fabric
+from small import (
+    AUGMENTED_VIEWS,
+    PLAIN_VIEWS,
+    TINY,
+    interrupted_repeatedly,
+    patterns,
+    quick_options,
+    tiny_vit,
+)
+from test_checkpointing import assert_same, kept_run, whole_run
+from test_distributed import check, one_process
+from torch import Tensor
+from torch.testing import assert_close
+
+from coda_prompt import methods
+from coda_prompt.data.stream import make_stream
+from coda_prompt.errors import BadMethod, NonFiniteLoss
+from coda_prompt.methods import METHODS, Loss, Method, TrainingBatch
+from coda_prompt.methods.coda import CodaConfig, CodaPrompt
+from coda_prompt.model.vit import ViTConfig
+from coda_prompt.training import gradients, passes
+from coda_prompt.training.cores import Cores, images_per_part, parts_of
+from coda_prompt.training.engine import Engine
+from coda_prompt.training.passes import Passes
+from coda_prompt.training.settings import Training
+
+PHOTO = ViTConfig(image_size=112, patch_size=14, width=384)
+IN_PARTS = [
+    name
+    for name, entry in METHODS.items()
+    if entry.type.loss_in_parts and entry.type.frozen_backbone
+]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of parts of each batch that was computed on several cores."""
+    used: list[int] = []
+    real = gradients.Gradients._on_cores
+
+    def on_cores(self: Any, *given: Any) -> Tensor:
+        used.append(given[-1])
+        return real(self, *given)
+
+    monkeypatch.setattr(gradients.Gradients, "_on_cores", on_cores)
+    return used
+
+
+# -- threads
+
+
+def test_results_are_in_order_and_computed_on_one_core_each() -> None:
+    threads = []
+
+    def compute(number: int) -> int:
+        threads.append(torch.get_num_threads())
+        time.sleep(0.01 if number % 2 else 0.0)
+        return number
+
+    with Cores(2) as cores:
+        assert list(cores.map(range(9), compute)) == [(number, number) for number in range(9)]
+        assert torch.get_num_threads() == 2
+    assert threads == [1] * 9
+    assert torch.get_num_threads() == 2
+
+
+def test_fewer_workers_than_cores_share_them() -> None:
+    torch.set_num_threads(4)
+    with Cores(2) as cores:
+        assert [used for _, used in cores.map(range(4), lambda _: torch.get_num_threads())] == (
+            [2] * 4
+        )
+
+
+def test_at_most_one_item_more_than_threads_waits() -> None:
+    read = []
+
+    def items() -> Iterator[int]:
+        for number in range(9):
+            read.append(number)
+            yield number
+
+    with Cores(2) as cores:
+        next(cores.map(items(), torch.tensor))
+        assert read == [0, 1, 2]
+
+
+def test_an_error_of_a_thread_is_raised() -> None:
+    def compute(number: int) -> Tensor:
+        raise ValueError(f"batch {number}")
+
+    with Cores(2) as cores, pytest.raises(ValueError, match="batch 0"):
+        list(cores.map(range(9), compute))
+    assert torch.get_num_threads() == 2
+
+
+def test_a_long_pass_computes_the_rows_of_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = make_stream(patterns(2, train=4), tasks=1).tasks[0].train
+    method = methods.make("ncm", tiny_vit())
+    runner = Passes(PLAIN_VIEWS, Training(micro_batch=1))
+    expected = runner.plain_tokens(method, samples)
+    monkeypatch.setattr(passes, "PARALLEL_BATCHES", 1)
+    used = []
+    monkeypatch.setattr(Cores, "map", lambda *given, real=Cores.map: used.append(1) or real(*given))
+    found = runner.plain_tokens(method, samples)
+    assert used
+    assert not any(each.requires_grad for each in found)
+    for mine, other in zip(found, expected, strict=True):
+        assert_close(mine, other)
+
+
+# -- parts of a batch
+
+
+@pytest.mark.parametrize(
+    ("vit", "batch", "workers", "expected"),
+    [
+        (PHOTO, 7, 2, 7),  # too small to divide
+        (PHOTO, 16, 2, 8),
+        (PHOTO, 64, 2, 16),
+        (PHOTO, 128, 2, 16),
+        (PHOTO, 24, 2, 6),  # three parts of eight would leave a core idle
+        (PHOTO, 128, 8, 16),
+        (ViTConfig(), 16, 2, 4),  # ViT-B/16: less memory
+        (ViTConfig(), 7, 2, 7),
+        (ViTConfig(), 128, 2, 16),
+        (TINY, 16, 2, 8),
+    ],
+)
+def test_images_of_a_part(vit: ViTConfig, batch: int, workers: int, expected: int) -> None:
+    assert images_per_part(batch, vit, workers) == expected
+
+
+def test_every_worker_gets_as_many_parts() -> None:
+    for batch in range(1, 140):
+        for workers in (2, 3, 4):
+            size = images_per_part(batch, PHOTO, workers)
+            assert 1 <= size <= batch
+            if parts_of(batch, PHOTO) == 1:
+                assert size == batch
+            else:
+                assert -(-batch // size) <= -(-parts_of(batch, PHOTO) // workers) * workers
+
+
+# -- training
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_training_on_cores_equals_training_on_one(name: str, parts: list[int]) -> None:
+    entry = METHODS[name]
+    found = two_tasks(name, one_process("32-true"))
+    assert set(parts) == {2}, "batches of 16 images"
+    torch.set_num_threads(1)
+    parts.clear()
+    expected = two_tasks(name, one_process("32-true"))
+    assert not parts
+    if entry.type.fits:  # closed forms scale up rounding: compare what was trained
+        expected = {key: value for key, value in expected.items() if "gradient" in key}
+        found = {key: found[key] for key in expected}
+    check(name, found, expected, "32-true")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_training_on_cores_has_the_same_bits_every_time(precision: str, parts: list[int]) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
+    first, second = (two_tasks("coda-p", fabric, batch_size=33) for _ in range(2))
+    assert set(parts) == {4}
+    assert [key for key in first if not first[key].equal(second[key])] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"queries": "cached"}, {"views": 1}])
+def test_training_on_cores_resumes_bit_identical(
+    options: dict[str, Any], parts: list[int], tmp_path: Path
+) -> None:
+    options |= {"batch_size": 16, "epochs": 3}
+    expected = whole_run("coda-p", **options)
+    assert parts
+    found, interruptions = interrupted_repeatedly(
+        lambda stop: kept_run(tmp_path, "coda-p", stop, **options), first=1, attempts=30
+    )
+    assert interruptions > 0
+    assert_same(found, expected)
+    whole_run.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hide-prompt", {}),
+        ("ft++", {}),
+        ("coda-p", {"micro_batch": 8}),
+        ("coda-p", {"recompute": True}),
+        ("coda-p", {"batch_size": 4}),
+    ],
+)
+def test_some_trainings_use_all_cores_for_every_batch(
+    name: str, options: dict[str, Any], parts: list[int]
+) -> None:
+    training = {"epochs": 1, "batch_size": 16, **options}
+    stream = make_stream(patterns(2, train=8), tasks=1)
+    method = methods.make(name, tiny_vit(), **quick_options(name))
+    Engine(PLAIN_VIEWS, Training(**training)).run(method, stream)
+    assert not parts
+
+
+class Wrong(CodaPrompt):
+    """A method whose loss is wrong in one of two ways."""
+
+    returns: Any = None
+
+    def loss(self, batch: TrainingBatch) -> Loss:
+        loss = super().loss(batch)
+        return loss._replace(mean=loss.mean * torch.nan) if self.returns is None else self.returns
+
+
+@pytest.mark.parametrize(("returns", "error"), [(None, NonFiniteLoss), (3, BadMethod)])
+def test_an_error_on_a_core_leaves_the_method_as_it_was(
+    returns: Any, error: type[Exception], parts: list[int]
+) -> None:
+    method: Method = Wrong(tiny_vit(), CodaConfig(components_per_task=3))
+    method.returns = returns
+    before = {key: value.clone() for key, value in method.learned_state().items()}
+    task = make_stream(patterns(2, train=8), tasks=1).tasks[0]
+    with pytest.raises(error):
+        Engine(AUGMENTED_VIEWS, Training(epochs=1, batch_size=16)).learn(method, task)
+    assert parts
+    after = method.learned_state()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert torch.get_num_threads() == 2
+
+
+def test_weights_are_cast_once() -> None:
+    """Threads would cast the weights of a layer at the same time, each in its own memory."""
+    layer = tiny_vit().requires_grad_(False).blocks[0].attn.qkv
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.cast_weights(17, torch.bfloat16)
+        known = {key: id(copy) for key, (_, _, copy) in layer._copies.items()}
+        layer(torch.randn(1, 17, TINY.width, requires_grad=True)).sum().backward()
+    assert known
+    assert {key: id(copy) for key, (_, _, copy) in layer._copies.items()} == known
