@@ -134,7 +134,8 @@ def product_step(
 class EngineStep:
     """A training step as the engine does it, with a part of the batch on every core.
 
-    Queries are computed, or `cached` queries are used.
+    Queries are computed, or `cached` queries are used. Weights are packed from the first step on,
+    so steps of another kind need another method.
     """
 
     observer: TorchDispatchMode | None = None
@@ -158,6 +159,7 @@ class EngineStep:
         if workers > 1:
             cores = _ObservedCores(self, workers)
             cores.__enter__()
+        method.backbone.pack()
         fabric = Devices("cpu", precision="bf16-mixed" if bfloat16 else "32-true").fabric()
         queries = Queries("exact", 2**30, lambda *_: torch.empty(0), bool)
         self.size = images_per_part(count, config, workers)
@@ -214,17 +216,17 @@ def textbook_step(book: TextbookCoda, images: Tensor, labels: Tensor) -> Step:
 
 def steps_of(name: str, size: int) -> dict[str, Step]:
     """Return variants of a training step in task 5 of 10 with 100 components."""
-    method = in_task(name, 5, 50, 10)
+    method, trained = in_task(name, 5, 50, 10), in_task(name, 5, 50, 10)
     images, labels = batch_for(name, size, method)
     known = method.queries(images)
     return {
         "textbook": textbook_step(TextbookCoda(method), images, labels),
-        "exact": EngineStep(method, images, labels),
-        "cached": EngineStep(method, images, labels, known),
+        "exact": EngineStep(trained, images, labels),
+        "cached": EngineStep(trained, images, labels, known),
         "exact, whole batch": product_step(method, images, labels, cached=False),
         "cached, whole batch": product_step(method, images, labels, cached=True),
-        "exact, bfloat16": EngineStep(method, images, labels, bfloat16=True),
-        "cached, bfloat16": EngineStep(method, images, labels, known, bfloat16=True),
+        "exact, bfloat16": EngineStep(trained, images, labels, bfloat16=True),
+        "cached, bfloat16": EngineStep(trained, images, labels, known, bfloat16=True),
     }
 
 

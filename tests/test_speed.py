@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,11 +95,16 @@ def test_memory_of_a_step_relative_to_the_textbook(monkeypatch: pytest.MonkeyPat
     steps = speed.steps_of("small", 16)
     peaks = {name: speed.peak_of_tensors(step) for name, step in steps.items()}
     ratios = {name: peak / peaks["textbook"] for name, peak in peaks.items()}
-    assert ratios["exact"] < 0.56
-    assert ratios["cached"] < 0.54
-    assert ratios["exact, micro-batch 8"] < 0.30
-    assert ratios["exact, bfloat16"] < 0.49  # with two packed copies of the frozen weights
-    assert ratios["cached, bfloat16"] < 0.44
+    assert ratios["exact, whole batch"] < 0.56
+    assert ratios["cached, whole batch"] < 0.54
+    assert ratios["exact"] < 0.70  # with a packed copy of the frozen weights
+    assert ratios["cached"] < 0.55  # which exists already, as in the next steps
+    assert ratios["exact, bfloat16"] < 0.45  # with two packed copies in bfloat16
+    assert ratios["cached, bfloat16"] < 0.34
+    monkeypatch.setitem(speed.VITS, "large", replace(small, image_size=80))
+    steps = speed.steps_of("large", 16)
+    peaks = {name: speed.peak_of_tensors(steps[name]) for name in ("textbook", "exact", "cached")}
+    assert peaks["cached"] / peaks["textbook"] < 0.29, "parts of four images, two at a time"
 
 
 def test_memory_of_tensors_is_counted_while_they_exist() -> None:

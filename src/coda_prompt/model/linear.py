@@ -37,7 +37,8 @@ class Linear(nn.Linear):
     """
 
     packs = False
-    """In passes without gradients, use a copy of float32 weights in the layout of oneDNN, too."""
+    """Use a copy of float32 weights in the layout of oneDNN, too; not in backward passes, which
+    would need a second one and gain less."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
@@ -52,7 +53,7 @@ class Linear(nn.Linear):
         if casts:
             inputs = inputs.to(torch.get_autocast_dtype(device))
         uses_onednn = not plain and frozen and self._supports_onednn(inputs, casts)
-        if casts or (self.packs and uses_onednn and not torch.is_grad_enabled()):
+        if casts or (self.packs and uses_onednn):
             weights = self._copied_once(inputs, rows, uses_onednn)
         else:
             weights = self._weights(rows)
@@ -95,9 +96,17 @@ class Linear(nn.Linear):
             return known[2]
 
         forward = once("forward", self.weight, plain.forward, pack)
-        trains = pack and torch.is_grad_enabled()
-        backward = once("backward", self.weight, plain.forward.t(), pack) if trains else None
+        backward = plain.backward
+        if dtype != self.weight.dtype:
+            trains = pack and torch.is_grad_enabled()
+            backward = once("backward", self.weight, plain.forward.t(), pack) if trains else None
         return Weights(forward, backward, once("bias", self.bias, plain.bias, False))
+
+    def unpack(self) -> None:
+        """Use float32 weights as they are again, and free their copies."""
+        self.packs = False
+        copies = self._copies.items()
+        self._copies = {key: copy for key, copy in copies if key[-1] != self.weight.dtype}
 
     def _supports_onednn(self, inputs: Tensor, casts: bool) -> bool:
         """Return whether oneDNN can compute products of frozen weights with these inputs."""

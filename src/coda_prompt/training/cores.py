@@ -48,6 +48,7 @@ class Cores:
         started = threading.Barrier(self.workers)
 
         def start() -> None:
+            torch.get_num_threads()  # else the first operation would copy the caller's number
             torch.set_num_threads(max(1, threads // self.workers))
             started.wait()  # so that every thread gets one of these calls
 

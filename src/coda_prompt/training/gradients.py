@@ -50,6 +50,19 @@ class Gradients:
             return self._one_by_one(loaded, samples, images, parts)
         return self._on_cores(self.cores, loaded, samples, images, parts)
 
+    def cache_queries(self, loaded: Iterator[Batch], samples: Samples, parts: int) -> None:
+        """Compute the queries of a share with the rounding of `add`, for the same arguments."""
+        if self.cores is None or parts == 1:
+            for _ in range(parts):
+                self._with_queries(self.fabric.to_device(next(loaded)), samples)
+            return
+
+        def compute(part: tuple[int, list[Batch]]) -> None:
+            self._with_queries(part[1].pop(), samples)
+
+        for _ in self.cores.map(self._parts(loaded, samples, parts), compute):
+            pass
+
     def _one_by_one(
         self, loaded: Iterator[Batch], samples: Samples | None, images: int, parts: int
     ) -> Tensor:

@@ -146,12 +146,17 @@ class Trainer(Passes):
             with self.fabric.autocast():
                 images = images_per_part(size, method.vit_config, workers)
                 method.backbone.cast_weights(images, torch.bfloat16)
-        with Cores(workers) if workers > 1 else nullcontext() as cores:
+        with (
+            Cores(workers) if workers > 1 else nullcontext() as cores,
+            method.backbone.packed() if workers > 1 else nullcontext(),
+        ):
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             gradients = Gradients(
                 method, module, stage.name, parameters, self.fabric, self.queries, cores
             )
             training = StageRun(stage, epochs, optimizer, rates, module, wrapped, gradients)
+            if restored is not None:
+                self._restore_queries(run, training, position, epochs_before, workers)
             while position.epoch < epochs:
                 if run.meter is not None and not position.step and run.is_spent(position):
                     break
@@ -182,6 +187,30 @@ class Trainer(Passes):
         )
         parts = parts_of(stage.batch_size or training.batch_size, method.vit_config)
         return min(torch.get_num_threads(), parts) if possible else 1
+
+    def _restore_queries(
+        self,
+        run: TaskRun,
+        training: StageRun,
+        position: TrainingPosition,
+        epochs_before: int,
+        workers: int,
+    ) -> None:
+        """Compute the queries of recurring views again that were computed before an interruption.
+
+        In the same batches: on several cores, the rounding of a query depends on its batch.
+        """
+        views, stage = self.training.views, training.stage
+        if views is None or not run.method.needs_queries or stage.data != "augmented":
+            return
+        for epoch in range(min(position.epoch + 1, views)):
+            data = self._epoch_data(run, stage, epochs_before + epoch, 0, None, workers)
+            assert data.samples is not None
+            seen = position.step if epoch == position.epoch else len(data.parts)
+            for parts in data.parts[:seen]:
+                if self.should_stop():
+                    raise errors.Interrupted
+                training.gradients.cache_queries(data.loaded, data.samples, parts)
 
     def _start_meter(
         self,
