@@ -27,7 +27,8 @@ VARIANTS = (
 def steps(rows: list[dict[str, Any]]) -> None:
     """Plot speedups over the textbook implementation, with those expected from operations."""
     for row in rows:
-        row["label"] = row["backbone"] + (f"\nbatch {row['batch']}" if row["batch"] != 16 else "")
+        batch = f"\nbatch {row['batch']}" if row["batch"] != 16 else ""
+        row["label"] = row["backbone"].replace(", ", "\n") + batch
     backbones = list(dict.fromkeys(row["label"] for row in rows))
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for offset, (variant, label, colour) in enumerate(VARIANTS):

@@ -32,7 +32,7 @@ from coda_prompt.errors import BadMethod, NonFiniteLoss
 from coda_prompt.methods import METHODS, Loss, Method, TrainingBatch
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.model.vit import ViTConfig
-from coda_prompt.training import gradients, passes
+from coda_prompt.training import cores, gradients, passes
 from coda_prompt.training.cores import Cores, images_per_part, parts_of
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.passes import Passes
@@ -56,8 +56,9 @@ def _two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of parts of each batch that was computed on several cores."""
+    """The number of parts of each batch that was computed on several cores, if images are small."""
     used: list[int] = []
+    monkeypatch.setattr(cores, "SMALL_IMAGE", 0)
     real = gradients.Gradients._on_cores
 
     def on_cores(self: Any, *given: Any) -> Tensor:
@@ -79,8 +80,8 @@ def test_results_are_in_order_and_computed_on_one_core_each() -> None:
         time.sleep(0.01 if number % 2 else 0.0)
         return number
 
-    with Cores(2) as cores:
-        assert list(cores.map(range(9), compute)) == [(number, number) for number in range(9)]
+    with Cores(2) as two:
+        assert list(two.map(range(9), compute)) == [(number, number) for number in range(9)]
         assert torch.get_num_threads() == 2
     assert threads == [1] * 9
     assert torch.get_num_threads() == 2
@@ -88,8 +89,8 @@ def test_results_are_in_order_and_computed_on_one_core_each() -> None:
 
 def test_fewer_workers_than_cores_share_them() -> None:
     torch.set_num_threads(4)
-    with Cores(2) as cores:
-        assert [used for _, used in cores.map(range(4), lambda _: torch.get_num_threads())] == (
+    with Cores(2) as two:
+        assert [used for _, used in two.map(range(4), lambda _: torch.get_num_threads())] == (
             [2] * 4
         )
 
@@ -102,8 +103,8 @@ def test_at_most_one_item_more_than_threads_waits() -> None:
             read.append(number)
             yield number
 
-    with Cores(2) as cores:
-        next(cores.map(items(), torch.tensor))
+    with Cores(2) as two:
+        next(two.map(items(), torch.tensor))
         assert read == [0, 1, 2]
 
 
@@ -111,8 +112,8 @@ def test_an_error_of_a_thread_is_raised() -> None:
     def compute(number: int) -> Tensor:
         raise ValueError(f"batch {number}")
 
-    with Cores(2) as cores, pytest.raises(ValueError, match="batch 0"):
-        list(cores.map(range(9), compute))
+    with Cores(2) as two, pytest.raises(ValueError, match="batch 0"):
+        list(two.map(range(9), compute))
     assert torch.get_num_threads() == 2
 
 
@@ -146,7 +147,7 @@ def test_a_long_pass_computes_the_rows_of_a_short_one(monkeypatch: pytest.Monkey
         (ViTConfig(), 16, 2, 4),  # ViT-B/16: less memory
         (ViTConfig(), 7, 2, 7),
         (ViTConfig(), 128, 2, 16),
-        (TINY, 16, 2, 8),
+        (TINY, 16, 2, 16),  # its operations are too short
     ],
 )
 def test_images_of_a_part(vit: ViTConfig, batch: int, workers: int, expected: int) -> None:

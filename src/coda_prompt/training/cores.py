@@ -25,8 +25,8 @@ MOST_IMAGES = 16
 """Images of a part of a training batch, at most; larger parts are slower and need more memory."""
 FEWEST_IMAGES, FEWEST_LARGE_IMAGES = 8, 4
 """Images of a part, at least: with fewer, starting operations takes a notable part of the time."""
-LARGE_IMAGE = 2**16
-"""Values (tokens x width) from which an image is large."""
+SMALL_IMAGE, LARGE_IMAGE = 2**14, 2**16
+"""Values (tokens x width) up to which an image is small, and from which it is large."""
 FEWEST_PARTS = 4
 """Parts of a batch that is large enough, so that two cores have half of it in memory."""
 
@@ -84,7 +84,9 @@ class Cores:
 
 
 def parts_of(batch: int, vit: ViTConfig) -> int:
-    """Return into how many parts a training batch is divided."""
+    """Return into how many parts a training batch is divided; one if images are small."""
+    if vit.tokens * vit.width <= SMALL_IMAGE:
+        return 1
     large = vit.tokens * vit.width >= LARGE_IMAGE
     fewest = FEWEST_LARGE_IMAGES if large else FEWEST_IMAGES
     return max(1, math.ceil(batch / MOST_IMAGES), min(FEWEST_PARTS, batch // fewest))
