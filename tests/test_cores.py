@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +30,10 @@ from torch.testing import assert_close
 
 from coda_prompt import methods
 from coda_prompt.data.stream import make_stream
-from coda_prompt.errors import BadMethod, NonFiniteLoss
+from coda_prompt.errors import BadMethod, Interrupted, NonFiniteLoss
 from coda_prompt.methods import METHODS, Loss, Method, TrainingBatch
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
+from coda_prompt.methods.stages import ParameterGroup, Stage
 from coda_prompt.model.vit import ViTConfig
 from coda_prompt.training import cores, gradients, passes
 from coda_prompt.training.cores import Cores, images_per_part, parts_of
@@ -287,3 +290,69 @@ def test_packed_weights_are_freed_after_training_and_change_nothing() -> None:
     with vit.packed():
         pass
     assert layer.packs, "it was packed before"
+
+
+class Shared(CodaPrompt):
+    """Two parameters that get the same gradient, and one that is frozen but in a group."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        self.c = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def stages(self) -> list[Stage]:
+        return [Stage(groups=[ParameterGroup([self.a, self.b, self.c])], optimizer="sgd")]
+
+    def loss(self, batch: TrainingBatch) -> Loss:
+        loss = super().loss(batch)
+        return loss._replace(mean=(loss.mean.detach() - self.a - self.b).square())
+
+
+def test_parameters_may_share_a_gradient_or_have_none(parts: list[int]) -> None:
+    task = make_stream(patterns(2, train=8), tasks=1).tasks[0]
+    learned = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        method = Shared(tiny_vit(), CodaConfig(components_per_task=3))
+        settings = Training(epochs=1, batch_size=16, learning_rate=0.1)
+        Engine(PLAIN_VIEWS, settings).learn(method, task)
+        learned.append(torch.cat([method.a, method.b, method.c]).detach())
+    assert parts == [2]
+    assert learned[0][0] != 0
+    assert_close(*learned)
+
+
+def test_a_thread_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"), Cores(2):
+        pass
+    assert not started[0].is_alive()
+    assert torch.get_num_threads() == 2
+
+
+def test_only_views_that_recur_are_computed_again(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stopped at the start of the last of four epochs: the second of two views recurs in it."""
+    monkeypatch.setattr(
+        test_checkpointing, "stream", lambda: make_stream(patterns(2, 16, test=4), tasks=1)
+    )
+    options = {"batch_size": 16, "epochs": 4, "views": 2}
+    steps = itertools.count(1)
+    with pytest.raises(Interrupted):
+        kept_run(tmp_path, "coda-p", lambda: next(steps) == 6, **options)
+    computed = []
+    real = gradients.Gradients.cache_queries
+    monkeypatch.setattr(
+        gradients.Gradients, "cache_queries", lambda *given: computed.append(1) or real(*given)
+    )
+    kept_run(tmp_path, "coda-p", **options)
+    assert len(computed) == 2, "the two batches of one epoch"

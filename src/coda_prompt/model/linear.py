@@ -65,10 +65,10 @@ class Linear(nn.Linear):
             outputs = _FrozenLinear.apply(inputs, *weights)  # type: ignore[no-untyped-call]
         return F.gelu(outputs) if gelu else outputs
 
-    def cast_weights(self, rows: int, dtype: torch.dtype) -> None:
-        """Make the copies of frozen weights that products with `rows` rows use in autocast."""
-        inputs = torch.empty(rows, self.in_features, dtype=dtype)
-        self._copied_once(inputs, None, self._supports_onednn(inputs, casts=True))
+    def cast_weights(self, batch: int, dtype: torch.dtype, rows: slice | None = None) -> None:
+        """Make the copies of frozen weights that products with `batch` inputs use in autocast."""
+        inputs = torch.empty(batch, self.in_features, dtype=dtype)
+        self._copied_once(inputs, rows, self._supports_onednn(inputs, casts=True))
 
     def _weights(self, rows: slice | None) -> Weights:
         """Return all weights, or some rows of them, without a copy."""

@@ -424,11 +424,15 @@ class ViT(nn.Module):
             images: Of the batch that a thread computes.
             dtype: Of autocast, which is enabled.
         """
-        for index, block in enumerate(self.blocks):
-            tokens = 1 if index == len(self.blocks) - 1 else self.config.tokens
-            for module in block.modules():
-                if isinstance(module, Linear):
-                    module.cast_weights(images * tokens, dtype)
+        rows, width = images * self.config.tokens, self.config.width
+        *blocks, last = (block for block in self.blocks if isinstance(block, Block))
+        for block in blocks:
+            for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
+                layer.cast_weights(rows, dtype)
+        last.attn.qkv.cast_weights(images, dtype, slice(width))  # as in `Block.project`
+        last.attn.qkv.cast_weights(rows, dtype, slice(width, None))
+        for layer in (last.attn.proj, last.mlp.fc1, last.mlp.fc2):
+            layer.cast_weights(images, dtype)
 
     def compile_blocks(self) -> None:
         """Compile the blocks when they are next used, if torch.compile works on this device."""

@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 MOST_IMAGES = 16
 """Images of a part of a training batch, at most; larger parts are slower and need more memory."""
 FEWEST_IMAGES, FEWEST_LARGE_IMAGES = 8, 4
-"""Images of a part, at least: with fewer, starting operations takes a notable part of the time."""
+"""Images of a part, at least, unless workers would be left without one: with fewer, starting
+operations takes a notable part of the time."""
 SMALL_IMAGE, LARGE_IMAGE = 2**14, 2**16
 """Values (tokens x width) up to which an image is small, and from which it is large."""
 FEWEST_PARTS = 4
@@ -50,12 +51,19 @@ class Cores:
         def start() -> None:
             torch.get_num_threads()  # else the first operation would copy the caller's number
             torch.set_num_threads(max(1, threads // self.workers))
+            torch.set_autocast_cache_enabled(False)  # any thread would clear it for all
             started.wait()  # so that every thread gets one of these calls
 
         self._pool = ThreadPoolExecutor(self.workers, "cores")
-        for call in [self._pool.submit(start) for _ in range(self.workers)]:
-            call.result()
-        torch.set_num_threads(threads)  # of this thread and of those that start later
+        try:
+            for call in [self._pool.submit(start) for _ in range(self.workers)]:
+                call.result()
+        except BaseException:  # no thread may wait for one that was not started
+            started.abort()
+            self._pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            torch.set_num_threads(threads)  # of this thread and of those that start later
         return self
 
     def __exit__(

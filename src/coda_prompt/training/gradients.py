@@ -92,9 +92,12 @@ class Gradients:
         for _, (share, of_part) in cores.map(self._parts(loaded, samples, parts), gradients):
             shares.append(share)
             for parameter, gradient in zip(self.parameters, of_part, strict=True):
-                if gradient is not None:
-                    total = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                    parameter.grad = total
+                if gradient is None:
+                    continue
+                if parameter.grad is None:  # several parameters may have got the same tensor
+                    parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+                else:
+                    parameter.grad += gradient
         return torch.stack(shares).sum()
 
     def _parts(

@@ -29,8 +29,8 @@ class Training:
     """Images per optimizer step, over all processes."""
     micro_batch: int | None = Field(default=None, ge=1)
     """Images per forward pass of a process; smaller values accumulate gradients to the same step.
-    Default: its share of the batch; on a CPU with several cores each core computes 4 to 16 images
-    at a time."""
+    Default: its share of the batch; on a CPU, where the method allows it, each core computes a part
+    of at most 16 images at a time."""
     learning_rate: float | None = Field(default=None, gt=0, le=1000)
     """Initial learning rate. Default: the paper's value for the method."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -147,15 +147,20 @@ class Trainer(Passes):
                 images = images_per_part(size, method.vit_config, workers)
                 method.backbone.cast_weights(images, torch.bfloat16)
         with (
-            Cores(workers) if workers > 1 else nullcontext() as cores,
             method.backbone.packed() if workers > 1 else nullcontext(),
+            Cores(workers) if workers > 1 else nullcontext() as cores,  # its threads end first
         ):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = [
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            ]
             gradients = Gradients(
                 method, module, stage.name, parameters, self.fabric, self.queries, cores
             )
             training = StageRun(stage, epochs, optimizer, rates, module, wrapped, gradients)
-            if restored is not None:
+            if restored is not None and position.epoch < epochs:
                 self._restore_queries(run, training, position, epochs_before, workers)
             while position.epoch < epochs:
                 if run.meter is not None and not position.step and run.is_spent(position):
@@ -201,16 +206,23 @@ class Trainer(Passes):
         In the same batches: on several cores, the rounding of a query depends on its batch.
         """
         views, stage = self.training.views, training.stage
-        if views is None or not run.method.needs_queries or stage.data != "augmented":
+        recur = views is not None and self.training.queries == "exact" and stage.data == "augmented"
+        if not recur or self.views.augmentation is None or not run.method.needs_queries:
             return
-        for epoch in range(min(position.epoch + 1, views)):
-            data = self._epoch_data(run, stage, epochs_before + epoch, 0, None, workers)
+        assert views is not None
+        first = epochs_before + position.epoch
+        needed = {epoch % views for epoch in range(first, epochs_before + training.epochs)}
+        for epoch in range(epochs_before, min(first + 1, epochs_before + views)):
+            if epoch % views not in needed:
+                continue
+            data = self._epoch_data(run, stage, epoch, 0, None, workers)
             assert data.samples is not None
-            seen = position.step if epoch == position.epoch else len(data.parts)
-            for parts in data.parts[:seen]:
+            seen = position.step if epoch == first else len(data.parts)
+            for step, parts in enumerate(data.parts[:seen]):
                 if self.should_stop():
                     raise errors.Interrupted
                 training.gradients.cache_queries(data.loaded, data.samples, parts)
+                self.on_event(Event("pass", 0, 0, step=step + 1, steps=seen))
 
     def _start_meter(
         self,
