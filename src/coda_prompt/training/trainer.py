@@ -141,11 +141,7 @@ class Trainer(Passes):
         if run.meter is not None:
             self._start_meter(run, run.meter, stage, position, resumed=restored is not None)
         workers = self._workers(run, stage)
-        if workers > 1 and self.precision == "bf16-mixed":
-            size = stage.batch_size or self.training.batch_size
-            with self.fabric.autocast():
-                images = images_per_part(size, method.vit_config, workers)
-                method.backbone.cast_weights(images, torch.bfloat16)
+        self._cast_weights(method, stage, workers)
         with (
             method.backbone.packed() if workers > 1 else nullcontext(),
             Cores(workers) if workers > 1 else nullcontext() as cores,  # its threads end first
@@ -192,6 +188,14 @@ class Trainer(Passes):
         )
         parts = parts_of(stage.batch_size or training.batch_size, method.vit_config)
         return min(torch.get_num_threads(), parts) if possible else 1
+
+    def _cast_weights(self, method: Method, stage: Stage, workers: int) -> None:
+        """Cast weights to bfloat16 before several threads need them."""
+        if workers > 1 and self.precision == "bf16-mixed":
+            size = stage.batch_size or self.training.batch_size
+            images = images_per_part(size, method.vit_config, workers)
+            with self.fabric.autocast():
+                method.backbone.cast_weights(images, torch.bfloat16)
 
     def _restore_queries(
         self,
