@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
+from lightning_fabric.wrappers import _FabricOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -64,7 +64,6 @@ class StageRun:
     optimizer: Optimizer
     rates: list[float]
     """Initial learning rate of each parameter group."""
-    module: _FabricModule
     wrapped: _FabricOptimizer
     gradients: Gradients
 
@@ -155,8 +154,8 @@ class Trainer(Passes):
             gradients = Gradients(
                 method, module, stage.name, parameters, self.fabric, self.queries, cores
             )
-            training = StageRun(stage, epochs, optimizer, rates, module, wrapped, gradients)
-            if restored is not None and position.epoch < epochs:
+            training = StageRun(stage, epochs, optimizer, rates, wrapped, gradients)
+            if restored is not None:
                 self._restore_queries(run, training, position, epochs_before, workers)
             while position.epoch < epochs:
                 if run.meter is not None and not position.step and run.is_spent(position):
@@ -405,6 +404,8 @@ class Trainer(Passes):
             checks = [each.isfinite().all() for each in gradients if each is not None]
             finite = torch.stack([finite, *checks]).all()
         if stage.clip_norm is not None:
-            self.fabric.clip_gradients(training.module, optimizer, max_norm=stage.clip_norm)
+            self.fabric.clip_gradients(
+                training.gradients.module, optimizer, max_norm=stage.clip_norm
+            )
         optimizer.step()
         return value, finite
