@@ -49,7 +49,7 @@ from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import write_atomically
 from coda_prompt.training.budget import MultiplyAddCounter
-from coda_prompt.training.cores import Cores, images_per_part, parts_of
+from coda_prompt.training.cores import Cores, images_per_part, packing_pays, parts_of
 from coda_prompt.training.devices import Devices
 from coda_prompt.training.fast import fast_views
 from coda_prompt.training.gradients import Gradients
@@ -167,7 +167,8 @@ class EngineStep:
         if workers > 1:
             cores = _ObservedCores(self, workers)
             cores.__enter__()
-            method.backbone.pack()
+            if packing_pays(count, config, workers):
+                method.backbone.pack()
         fabric = Devices("cpu", precision="bf16-mixed" if bfloat16 else "32-true").fabric()
         queries = Queries("exact", 2**30, lambda *_: torch.empty(0), bool)
         self.size = images_per_part(count, config, workers)
@@ -195,7 +196,7 @@ class EngineStep:
         batches = (self._batch(first, first + self.size) for first in starts)
         if self.bfloat16:
             with self.gradients.fabric.autocast():
-                self.method.backbone.cast_weights(self.size, torch.bfloat16)
+                self.method.backbone.cast_weights(self.size)
         self.gradients.add(batches, self.samples, len(self.images), len(starts))
 
 

@@ -56,10 +56,13 @@ class TextbookViT(nn.Module):
         )
         scores = query @ key.transpose(-2, -1) * size**-0.5  # B x heads x tokens x (L/2 + tokens)
         attended = (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
-        tokens = tokens + self.linear(f"{prefix}.attn.proj", attended)
+        tokens = tokens + self.scaled(f"{prefix}.ls1", self.linear(f"{prefix}.attn.proj", attended))
         normed = self.norm(f"{prefix}.norm2", tokens)
         hidden = F.gelu(self.linear(f"{prefix}.mlp.fc1", normed))
-        return tokens + self.linear(f"{prefix}.mlp.fc2", hidden)
+        return tokens + self.scaled(f"{prefix}.ls2", self.linear(f"{prefix}.mlp.fc2", hidden))
+
+    def scaled(self, name: str, update: Tensor) -> Tensor:
+        return update * self.get(f"{name}.gamma") if self.config.layer_scale else update
 
     def linear(self, name: str, tokens: Tensor) -> Tensor:
         return F.linear(tokens, self.get(f"{name}.weight"), self.get(f"{name}.bias"))

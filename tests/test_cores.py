@@ -267,7 +267,7 @@ def test_weights_are_cast_once() -> None:
     """Threads would cast the weights of a layer at the same time, each in its own memory."""
     layer = tiny_vit().requires_grad_(False).blocks[0].attn.qkv
     with torch.autocast("cpu", torch.bfloat16):
-        layer.cast_weights(17, torch.bfloat16)
+        layer.weights_for("cpu", torch.float32, 17)
         known = {key: id(copy) for key, (_, _, copy) in layer._copies.items()}
         layer(torch.randn(1, 17, TINY.width, requires_grad=True)).sum().backward()
     assert known

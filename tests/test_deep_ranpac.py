@@ -23,8 +23,8 @@ def tokens_of_blocks(vit: ViT, image: Tensor, last: int, prefixes: Prefixes) -> 
     for index, block in enumerate(vit.blocks):
         keys_and_values = block.project(tokens, class_only=False)
         attended = block.attn(*keys_and_values, prefixes.get(index))
-        tokens = tokens + block.ls1(attended)
-        tokens = tokens + block.ls2(block.mlp(block.norm2(tokens)))
+        tokens = tokens + attended
+        tokens = tokens + block.mlp(block.norm2(tokens))
         if index >= len(vit.blocks) - last:
             normed = vit.norm(tokens)[0]
             patches = normed[1 + vit.config.registers :]

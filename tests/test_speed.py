@@ -21,9 +21,15 @@ import speed
 from textbook import TextbookCoda
 
 
-def tiny_in_task(tasks: int) -> CodaPrompt:
+def tiny_in_task(tasks: int, layer_scale: bool = False) -> CodaPrompt:
     """Return CODA-P at the start of a task, after tasks that changed its components."""
-    method = methods.make("coda-p", tiny_vit(), components_per_task=3)
+    vit = tiny_vit()
+    if layer_scale:
+        vit = ViT(replace(vit.config, layer_scale=True)).initialise(torch.Generator())
+        for block in vit.blocks:
+            block.ls1.gamma.data.fill_(0.5)
+            block.ls2.gamma.data.fill_(0.7)
+    method = methods.make("coda-p", vit, components_per_task=3)
     assert isinstance(method, CodaPrompt)
     for task in range(tasks):
         rows = (2 * task, 2 * task + 1)
@@ -35,9 +41,10 @@ def tiny_in_task(tasks: int) -> CodaPrompt:
     return method
 
 
+@pytest.mark.parametrize("layer_scale", [False, True])
 @pytest.mark.parametrize("tasks", [1, 3])
-def test_textbook_has_the_same_loss_and_gradients(tasks: int) -> None:
-    method = tiny_in_task(tasks)
+def test_textbook_has_the_same_loss_and_gradients(tasks: int, layer_scale: bool) -> None:
+    method = tiny_in_task(tasks, layer_scale)
     book = TextbookCoda(method)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(5, 1, 16, 16, generator=generator)

@@ -140,8 +140,11 @@ def test_passes_that_agree_up_to_a_block_share_their_start(first: int) -> None:
     vit, images = random_vit(REGISTERS), random_images(REGISTERS)
     prefixes = random_prefixes(REGISTERS, list(range(first, 3)))
     started = vit.start(images, first)
-    assert torch.equal(vit.features(started), vit.features(images))
     assert torch.equal(vit.features(started, prefixes), vit.features(images, prefixes))
+    if first < 2:
+        assert torch.equal(vit.features(started), vit.features(images))
+    else:  # the last block does not project tokens to keys and values that are not known
+        assert_close(vit.features(started), vit.features(images), atol=1e-6, rtol=1e-5)
 
 
 def test_an_early_feature_is_that_of_a_network_cut_off_there() -> None:
@@ -293,7 +296,7 @@ def test_deltas_and_adapters_of_zero_change_nothing() -> None:
     zero = LowRank(torch.randn(2, 32), torch.zeros(32, 2))
     edits = BlockEdits(deltas={"q": zero, "v": zero}, adapter=torch.zeros_like)
     found = vit.features(images, dict.fromkeys(range(6), edits))
-    assert torch.equal(found, vit.features(images))
+    assert_close(found, vit.features(images), atol=1e-6, rtol=1e-5)
 
 
 def test_an_adapter_sees_the_residual_stream_beside_the_mlp() -> None:

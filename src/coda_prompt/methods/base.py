@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -37,6 +36,7 @@ from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT, check_prompts
 from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.methods.sums import TaskSums
+from coda_prompt.model.linear import full_precision
 from coda_prompt.model.vit import Images, Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 
@@ -447,11 +447,6 @@ class PromptMethod(TrainedMethod):
         prefixes, total = self.training_prefixes(batch.queries)
         features = self.backbone.features(batch.images, prefixes)
         return Loss(self.head.masked_loss(features, batch.labels), total, self.penalty())
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off; the meta device has none."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def cosines(queries: Tensor, keys: Tensor) -> Tensor:

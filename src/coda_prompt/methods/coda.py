@@ -28,10 +28,10 @@ from coda_prompt.methods.base import (
     PromptConfig,
     PromptMethod,
     TaskBrief,
-    full_precision,
 )
 from coda_prompt.methods.frozen_cache import FrozenCache
 from coda_prompt.methods.options import STRICT
+from coda_prompt.model.linear import full_precision
 from coda_prompt.model.vit import Prefixes, ViT
 from coda_prompt.seeding import keyed_generator
 

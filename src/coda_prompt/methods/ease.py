@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 from coda_prompt.methods.adapters import AdapterConfig, AdapterMethod
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import ParameterCount, TaskBrief, full_precision
+from coda_prompt.methods.base import ParameterCount, TaskBrief
 from coda_prompt.methods.frozen_cache import FrozenCache
 from coda_prompt.methods.options import STRICT
+from coda_prompt.model.linear import full_precision
 from coda_prompt.model.vit import Images, ViT
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Loss, TrainedMethod, full_precision
+from coda_prompt.methods.base import Loss, TrainedMethod
 from coda_prompt.methods.stages import TrainingBatch
+from coda_prompt.model.linear import full_precision
 from coda_prompt.model.vit import NO_EDITS, BlockEdits, Images, LowRank, ViT, ViTConfig
 
 Target = Literal["q", "k", "v", "fc1", "fc2"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import full_precision
+from coda_prompt.model.linear import full_precision
 
 
 def orthonormal_rows(older: Tensor, count: int, generator: torch.Generator) -> Tensor:

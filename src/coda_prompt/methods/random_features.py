@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Method, TaskBrief, cosines, full_precision
+from coda_prompt.methods.base import Method, TaskBrief, cosines
+from coda_prompt.model.linear import full_precision
 from coda_prompt.seeding import keyed_generator
 
 

@@ -22,12 +22,12 @@ from coda_prompt.methods.base import (
     ParameterCount,
     TaskBrief,
     cosines,
-    full_precision,
 )
 from coda_prompt.methods.closedform import ClosedForm
 from coda_prompt.methods.moments import FeatureMoments, MomentSums
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.shrinkage import shrink_covariance
+from coda_prompt.model.linear import full_precision
 from coda_prompt.model.vit import ViT
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import full_precision
 from coda_prompt.methods.deep_ranpac import CodaDeepRanPAC, DeepFeatures, DeepRanPAC
 from coda_prompt.methods.random_features import default_projected
 from coda_prompt.methods.ridge import RandomRidge, RidgeConfig
+from coda_prompt.model.linear import full_precision
 
 MAX_RANDOM_FEATURES = 4096
 """By default; with the tokens, the sums of a ViT-S are as large as RanPAC's."""

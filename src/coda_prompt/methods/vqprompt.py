@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import Loss, TaskBrief, full_precision
+from coda_prompt.methods.base import Loss, TaskBrief
 from coda_prompt.methods.gaussians import AlignedPromptConfig, AlignedPrompts
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.orthogonal import uniform_rows
 from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
+from coda_prompt.model.linear import full_precision
 from coda_prompt.model.vit import Prefixes, ViT
 
 

@@ -6,6 +6,7 @@ without gradients (measured by benchmarks/tried.py).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,24 @@ class Weights(NamedTuple):
     bias: Tensor
 
 
+def product(inputs: Tensor, weights: Weights, *, gelu: bool = False) -> Tensor:
+    """Compute inputs W' + b, and GELU of it, with oneDNN and without recording it for autograd."""
+    fused, algorithm = ("gelu", "none") if gelu else ("none", "")
+    outputs: Tensor = _PRODUCT(inputs, weights.forward, weights.bias, fused, [], algorithm)
+    return outputs
+
+
+def product_backward(gradient: Tensor, backward: Tensor) -> Tensor:
+    """Compute the gradient of the inputs of a product with `Weights.backward`."""
+    of_inputs: Tensor = _PRODUCT(gradient, backward, None, "none", [], "")
+    return of_inputs
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off; the meta device has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` that, while its weights are frozen, uses oneDNN and casts them for autocast once.
 
@@ -46,29 +65,41 @@ class Linear(nn.Linear):
 
     def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
-        device = inputs.device.type
-        frozen = not (self.weight.requires_grad or self.bias.requires_grad)
-        plain = device == "meta" or torch.compiler.is_compiling()
-        casts = not plain and frozen and self.weight.is_leaf and torch.is_autocast_enabled(device)
-        if casts:
-            inputs = inputs.to(torch.get_autocast_dtype(device))
-        uses_onednn = not plain and frozen and self._supports_onednn(inputs, casts)
-        if casts or (self.packs and uses_onednn):
-            weights = self._copied_once(inputs, rows, uses_onednn)
-        else:
-            weights = self._weights(rows)
-        if not uses_onednn:
+        fits = inputs.shape[-1] == self.in_features  # else torch raises an error
+        batch = inputs.shape[:-1].numel() if fits else 0
+        weights, onednn = self.weights_for(inputs.device.type, inputs.dtype, batch, rows)
+        if not onednn:
             outputs = F.linear(inputs, weights.forward, weights.bias)
-        elif gelu and not torch.is_grad_enabled():
-            return _PRODUCT(inputs, weights.forward, weights.bias, "gelu", [], "none")
-        else:
-            outputs = _FrozenLinear.apply(inputs, *weights)  # type: ignore[no-untyped-call]
+            return F.gelu(outputs) if gelu else outputs
+        inputs = inputs.to(weights.bias.dtype)
+        if gelu and not torch.is_grad_enabled():
+            return product(inputs, weights, gelu=True)
+        outputs = _FrozenLinear.apply(inputs, weights)  # type: ignore[no-untyped-call]
         return F.gelu(outputs) if gelu else outputs
 
-    def cast_weights(self, batch: int, dtype: torch.dtype, rows: slice | None = None) -> None:
-        """Make the copies of frozen weights that products with `batch` inputs use in autocast."""
-        inputs = torch.empty(batch, self.in_features, dtype=dtype)
-        self._copied_once(inputs, rows, self._supports_onednn(inputs, casts=True))
+    def weights_for(
+        self, device: str, dtype: torch.dtype, batch: int, rows: slice | None = None
+    ) -> tuple[Weights, bool]:
+        """Return the weights of products with `batch` inputs, and whether oneDNN computes them.
+
+        Frozen weights are cast for autocast when this is called for the first time.
+
+        Args:
+            device: Type of the device.
+            dtype: Of the inputs.
+            batch: Number of inputs.
+            rows: Only these rows of the weights.
+        """
+        frozen = not (self.weight.requires_grad or self.bias.requires_grad)
+        if not frozen or device == "meta" or torch.compiler.is_compiling():
+            return self._weights(rows), False
+        casts = self.weight.is_leaf and torch.is_autocast_enabled(device)
+        if casts:
+            dtype = torch.get_autocast_dtype(device)
+        onednn = device == "cpu" and batch > 0 and self._supports_onednn(dtype, casts)
+        if casts or (self.packs and onednn):
+            return self._copied_once(dtype, batch, rows, onednn), onednn
+        return self._weights(rows), onednn
 
     def _weights(self, rows: slice | None) -> Weights:
         """Return all weights, or some rows of them, without a copy."""
@@ -78,9 +109,11 @@ class Linear(nn.Linear):
             weight, bias = weight[rows], bias[rows]
         return Weights(weight, weight.t(), bias)
 
-    def _copied_once(self, inputs: Tensor, rows: slice | None, pack: bool) -> Weights:
-        """Return the weights in the precision of the inputs, in the layout of oneDNN if `pack`."""
-        plain, dtype, batch = self._weights(rows), inputs.dtype, inputs.shape[:-1].numel()
+    def _copied_once(
+        self, dtype: torch.dtype, batch: int, rows: slice | None, pack: bool
+    ) -> Weights:
+        """Return the weights in another precision, in the layout of oneDNN if `pack`."""
+        plain = self._weights(rows)
         part = None if rows is None else (rows.start, rows.stop, rows.step)
 
         def once(name: str, source: Tensor, own: Tensor, pack: bool) -> Tensor:
@@ -108,15 +141,11 @@ class Linear(nn.Linear):
         copies = self._copies.items()
         self._copies = {key: copy for key, copy in copies if key[-1] != self.weight.dtype}
 
-    def _supports_onednn(self, inputs: Tensor, casts: bool) -> bool:
-        """Return whether oneDNN can compute products of frozen weights with these inputs."""
-        dtype = inputs.dtype
+    def _supports_onednn(self, dtype: torch.dtype, casts: bool) -> bool:
+        """Return whether oneDNN can compute products of frozen weights with such inputs."""
         return (
             _PRODUCT is not None
             and _PACK is not None
-            and inputs.device.type == "cpu"
-            and inputs.numel() > 0
-            and inputs.shape[-1] == self.in_features
             and torch._C._get_tracing_state() is None
             and not torch._C._are_functorch_transforms_active()
             and (
@@ -134,17 +163,14 @@ class _FrozenLinear(torch.autograd.Function):
     """oneDNN product that is differentiable in its inputs only."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, transposed: Tensor | None, bias: Tensor
-    ) -> Any:
-        ctx.save_for_backward(transposed)
-        return _PRODUCT(inputs, weight, bias, "none", [], "")
+    def forward(ctx: Any, inputs: Tensor, weights: Weights) -> Tensor:
+        ctx.save_for_backward(weights.backward)  # raises an error if weights change until then
+        return product(inputs, weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (transposed,) = ctx.saved_tensors
-        return _PRODUCT(gradient, transposed, None, "none", [], ""), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return product_backward(gradient, *ctx.saved_tensors), None
 
 
 def _supports_bfloat16(dtype: torch.dtype) -> bool:

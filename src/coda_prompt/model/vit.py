@@ -1,6 +1,7 @@
 """The Vision Transformer of all methods: timm's parameter names, and slots in every block.
 
-Only the class token is used in the end, so the last block computes nothing for the other tokens.
+Only the class token is used in the end, so the last block computes nothing for the other tokens,
+not even keys and values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from coda_prompt.model.attention import AttentionInFloat32
-from coda_prompt.model.linear import Linear
+from coda_prompt.model.frozen_layers import (
+    FrozenAttention,
+    FrozenLayers,
+    FrozenMLP,
+    Projected,
+    added,
+)
+from coda_prompt.model.linear import Linear, full_precision
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +78,7 @@ class StartedPass(NamedTuple):
 
     tokens: Tensor
     """B x tokens x D, as they enter `block`."""
-    projected: tuple[Tensor, Tensor, Tensor]
+    projected: Projected
     """Queries, keys and values of that block, before any prefix."""
     block: int
 
@@ -145,12 +153,11 @@ class ConvStem(nn.Module):
 
 
 class LayerScale(nn.Module):
+    """Factors of what a layer adds to the residual stream."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.full((width,), 1e-5))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens * self.gamma
 
 
 class Attention(nn.Module):
@@ -177,6 +184,24 @@ class Attention(nn.Module):
         else:
             attended = F.scaled_dot_product_attention(*by_head)
         return self.proj(attended.transpose(1, 2).flatten(2))
+
+    def of_class(self, tokens: Tensor) -> Tensor:
+        """Attend from the class token, without keys and values of the other tokens, B x 1 x D.
+
+        q.(W_k x) = (W_k' q).x, and the sum of values is W_v times the sum of tokens: two products
+        with one row for each image. b_k adds the same to all scores, which changes no weight.
+        """
+        width = tokens.shape[-1]
+        query = self.qkv(tokens[:, :1], slice(width))
+        with full_precision(tokens.device):  # of scores, as in `forward`
+            query, tokens = query.to(self.qkv.weight.dtype), tokens.to(self.qkv.weight.dtype)
+            query = query.unflatten(-1, (self.heads, -1))[:, 0].transpose(0, 1)  # heads x B x D/h
+            of_keys, of_values = self.qkv.weight[width:].view(2, self.heads, -1, width)
+            towards = (query @ of_keys).transpose(0, 1) * query.shape[-1] ** -0.5  # B x heads x D
+            weights = (towards @ tokens.mT).softmax(dim=-1)  # B x heads x tokens
+            sums = (weights @ tokens).transpose(0, 1) @ of_values.mT  # heads x B x D/h
+            attended = sums.transpose(0, 1).flatten(1) + self.qkv.bias[2 * width :]
+        return self.proj(attended[:, None])
 
 
 class MLP(nn.Module):
@@ -212,9 +237,7 @@ class Block(nn.Module):
         self.mlp = MLP(width, config.mlp_width, config.quick_gelu)
         self.ls2 = LayerScale(width) if config.layer_scale else nn.Identity()
 
-    def project(
-        self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS) -> Projected:
         """Queries (of the class token alone in the last block), keys and values."""
         tokens = self.norm1(tokens)
         if edits.tap is not None:
@@ -242,16 +265,67 @@ class Block(nn.Module):
         tokens: Tensor,
         edits: BlockEdits = NO_EDITS,
         class_only: bool = False,
-        projected: tuple[Tensor, Tensor, Tensor] | None = None,
+        projected: Projected | None = None,
     ) -> Tensor:
         """`projected`: what `project` returns for these tokens without edits, if known."""
-        if projected is None or edits.deltas or edits.tap is not None:
-            projected = self.project(tokens, class_only, edits)
+        if edits.deltas or edits.tap is not None:
+            projected = None
         prefix = edits.prefix(tokens) if callable(edits.prefix) else edits.prefix
-        attended = self.attn(*projected, prefix)
-        tokens = (tokens[:, :1] if class_only else tokens) + self.ls1(attended)
-        outputs: Tensor = tokens + self.ls2(self.mlp(self.norm2(tokens), edits))
+        tokens = self._after_attention(tokens, edits, class_only, projected, prefix)
+        layers = None
+        if not (self.config.quick_gelu or "fc1" in edits.deltas or "fc2" in edits.deltas):
+            layers = self._frozen(tokens, self.norm2, self.mlp.fc1, self.mlp.fc2, self.ls2)
+        if layers is not None:
+            outputs: Tensor = FrozenMLP.apply(tokens, layers)  # type: ignore[no-untyped-call]
+        else:
+            outputs = added(tokens, self.mlp(self.norm2(tokens), edits), _scale(self.ls2))
         return outputs if edits.adapter is None else outputs + edits.adapter(tokens)
+
+    def _after_attention(
+        self,
+        tokens: Tensor,
+        edits: BlockEdits,
+        class_only: bool,
+        projected: Projected | None,
+        prefix: Prefix | None,
+    ) -> Tensor:
+        """The residual stream between attention and MLP."""
+        attn, edited = self.attn, edits.deltas or edits.tap or self.config.rotary
+        if class_only and not (projected or prefix or edited):
+            return added(tokens[:, :1], attn.of_class(self.norm1(tokens)), _scale(self.ls1))
+        if not (class_only or edited):
+            layers = self._frozen(tokens, self.norm1, attn.qkv, attn.proj, self.ls1)
+            if layers is not None:
+                keys, values = prefix or (None, None)
+                keys = None if keys is None else keys.expand(len(tokens), -1, -1)
+                values = None if values is None else values.expand(len(tokens), -1, -1)
+                arguments = (keys, values, projected, layers, attn.heads)
+                return FrozenAttention.apply(tokens, *arguments)  # type: ignore[no-untyped-call]
+        attended = attn(*(projected or self.project(tokens, class_only, edits)), prefix)
+        return added(tokens[:, :1] if class_only else tokens, attended, _scale(self.ls1))
+
+    def _frozen(
+        self, tokens: Tensor, norm: nn.LayerNorm, first: Linear, second: Linear, scale: nn.Module
+    ) -> FrozenLayers | None:
+        """Return half of the block as layers of one operation; None if it cannot be one."""
+        parts = (norm, first, second, scale)
+        if tokens.dtype != torch.float32 or (
+            torch.is_grad_enabled()
+            and any(each.requires_grad for part in parts for each in part.parameters())
+        ):
+            return None
+        device, batch = tokens.device.type, tokens.shape[:-1].numel()
+        (before, onednn), (after, _) = (
+            layer.weights_for(device, tokens.dtype, batch) for layer in (first, second)
+        )
+        if not onednn:
+            return None
+        return FrozenLayers(norm.weight, norm.bias, norm.eps, before, after, _scale(scale))
+
+
+def _scale(module: nn.Module) -> Tensor | None:
+    """The factors of LayerScale, if a block has it."""
+    return module.gamma if isinstance(module, LayerScale) else None
 
 
 class ViT(nn.Module):
@@ -368,7 +442,7 @@ class ViT(nn.Module):
         blocks: Iterable[int] | None = None,
         edits: Edits | None = None,
         *,
-        projected: tuple[Tensor, Tensor, Tensor] | None = None,
+        projected: Projected | None = None,
         class_only: bool = True,
     ) -> Tensor:
         """Run tokens through some blocks.
@@ -417,22 +491,18 @@ class ViT(nn.Module):
             for layer in unpacked:
                 layer.unpack()
 
-    def cast_weights(self, images: int, dtype: torch.dtype) -> None:
-        """Cast frozen weights for training in autocast now: threads would do it at the same time.
-
-        Args:
-            images: Of the batch that a thread computes.
-            dtype: Of autocast, which is enabled.
-        """
+    def cast_weights(self, images: int) -> None:
+        """Cast frozen weights for passes of so many images, in autocast on a CPU."""
         rows, width = images * self.config.tokens, self.config.width
         *blocks, last = (block for block in self.blocks if isinstance(block, Block))
         for block in blocks:
             for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
-                layer.cast_weights(rows, dtype)
-        last.attn.qkv.cast_weights(images, dtype, slice(width))  # as in `Block.project`
-        last.attn.qkv.cast_weights(rows, dtype, slice(width, None))
+                layer.weights_for("cpu", torch.float32, rows)
+        last.attn.qkv.weights_for(
+            "cpu", torch.float32, images, slice(width)
+        )  # as in `Attention.of_class`
         for layer in (last.attn.proj, last.mlp.fc1, last.mlp.fc2):
-            layer.cast_weights(images, dtype)
+            layer.weights_for("cpu", torch.float32, images)
 
     def compile_blocks(self) -> None:
         """Compile the blocks when they are next used, if torch.compile works on this device."""

@@ -106,3 +106,12 @@ def images_per_part(batch: int, vit: ViTConfig, workers: int) -> int:
     if parts > 1:
         parts = math.ceil(parts / workers) * workers
     return math.ceil(batch / parts)
+
+
+def packing_pays(batch: int, vit: ViTConfig, workers: int) -> bool:
+    """Return whether forward passes should use a second, packed copy of the weights.
+
+    It takes some of the memory that is saved where each worker computes several parts. Without
+    that, the copy can take as much as the activations of all images.
+    """
+    return parts_of(batch, vit) > workers
