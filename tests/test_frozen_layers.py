@@ -36,7 +36,7 @@ def inputs(rows: int = 2, batch: int = IMAGES) -> tuple[Tensor, ...]:
 
 
 def recorded_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coda_prompt.model.vit.Block._frozen", lambda *_: None)
+    monkeypatch.setattr("coda_prompt.model.vit.Block._frozen_layers", lambda *_: None)
 
 
 def gradients(vit: ViT, tokens: Tensor, *prefix: Tensor) -> list[Tensor]:
@@ -98,6 +98,54 @@ def test_known_projections_are_used_and_tokens_may_need_no_gradient() -> None:
         assert torch.equal(mine, other)
 
 
+def test_gradients_pass_through_known_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit, (tokens, *_) = random_vit(SCALED), inputs()
+    block = vit.blocks[0]
+    found = vit.run(tokens, [0], projected=block.project(tokens, False))  # type: ignore[operator]
+    mine = torch.autograd.grad(found.square().sum(), tokens)[0]
+    recorded_by_autograd(monkeypatch)
+    other = torch.autograd.grad(vit.run(tokens, [0]).square().sum(), tokens)[0]
+    assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_pass_started_in_inference_mode_trains_a_prefix_of_any_length() -> None:
+    vit = random_vit(SCALED)
+    with torch.inference_mode():
+        started = vit.start(torch.rand(IMAGES, 1, 16, 16))
+    for rows in (0, 2):
+        _, *prefix = inputs(rows)
+        outputs = vit.features(started, {0: tuple(prefix)})  # type: ignore[dict-item]
+        gradients = torch.autograd.grad(outputs.square().sum(), prefix)
+        assert [each.shape[1] for each in gradients] == [rows, rows]
+        assert bool(gradients[0].abs().sum() > 0) == (rows > 0)
+
+
+def test_rounding_in_bfloat16_does_not_grow_with_the_mean_of_tokens() -> None:
+    if not products._supports_bfloat16(torch.bfloat16):
+        pytest.skip("this processor has no bfloat16 products")
+    vit, (tokens, *_) = random_vit(TINY), inputs()
+    errors = []
+    for mean in (0.0, 100.0):
+        shifted = (tokens + mean).detach().requires_grad_()
+        exact = gradients(vit, shifted)[1] - torch.randn(
+            tokens.shape, generator=torch.Generator().manual_seed(2)
+        )  # without the gradient of the residual stream
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = gradients(vit, shifted)[1]
+        rounded = rounded - torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2))
+        errors.append(float((rounded - exact).norm() / exact.norm()))
+    assert errors[1] < 2 * errors[0]
+
+
+def test_a_frozen_layer_before_one_that_trains_without_gradients() -> None:
+    for name in ("attn.proj.weight", "mlp.fc2.weight"):
+        vit, (tokens, *_) = random_vit(TINY), inputs()
+        expected = vit.run(tokens, range(2)).detach()
+        vit.get_parameter(f"blocks.0.{name}").requires_grad_()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert_close(vit.run(tokens, range(2)), expected, atol=0.1, rtol=0.1)
+
+
 def test_passes_with_and_without_gradients_agree() -> None:
     vit, (tokens, *_) = random_vit(SCALED), inputs()
     expected = vit.run(tokens)
@@ -116,12 +164,19 @@ def test_what_trains_is_left_to_autograd() -> None:
         assert trained.grad.abs().sum() > 0, name
 
 
-def test_changed_weights_and_second_derivatives_raise_an_error() -> None:
-    vit, (tokens, *_) = random_vit(TINY), inputs()
+@pytest.mark.parametrize(
+    "name", ["norm1.weight", "attn.qkv.weight", "ls1.gamma", "norm2.weight", "mlp.fc1.weight"]
+)
+def test_changed_weights_raise_an_error(name: str) -> None:
+    vit, (tokens, *_) = random_vit(SCALED), inputs()
     outputs = vit.run(tokens, range(2))
-    vit.get_parameter("blocks.0.mlp.fc1.weight").mul_(2)
+    vit.get_parameter(f"blocks.0.{name}").mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs.sum().backward()
+
+
+def test_second_derivatives_raise_an_error() -> None:
+    vit, (tokens, *_) = random_vit(TINY), inputs()
     outputs = vit.run(tokens, range(2))
     first = torch.autograd.grad(outputs.square().sum(), tokens, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):

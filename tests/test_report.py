@@ -279,9 +279,9 @@ def test_ablations_differ_from_coda_p_in_one_option() -> None:
 
 def test_operation_counts_of_the_paper_backbone() -> None:
     """Compare with ViT-B/16 at 224 px by hand; the last block computes only the class token."""
-    tokens, width = 197, 768
+    tokens, width, heads = 197, 768, 12
     block = tokens * (4 + 8) * width**2 + 2 * tokens**2 * width
-    last = tokens * 2 * width**2 + (2 + 8) * width**2 + 2 * tokens * width
+    last = (4 + 8) * width**2 + 2 * heads * tokens * width
     forward = 196 * 768 * width + 11 * block + last
     benchmark = load_benchmark("imagenet-r-10")
     counted = {

@@ -1,8 +1,8 @@
 """The two halves of a transformer block with frozen weights on a CPU, each as one operation.
 
 Their backward passes are written out: gradients of the tokens and of a prefix and nothing else, in
-place where possible; in autocast, all that they need is stored in half precision. Recorded by
-autograd operation by operation, a step of a small ViT takes 8 % longer (docs/lab/performance.md).
+place where possible; in autocast, tokens are stored in half precision for them. If autograd records
+every operation instead, a step of a small ViT takes longer (docs/lab/performance.md).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class FrozenAttention(torch.autograd.Function):
             tokens: B x tokens x D, float32.
             prefix_keys: B x rows x D.
             prefix_values: B x rows x D.
-            projected: Queries, keys and values of the tokens, if known.
+            projected: Queries, keys and values of the tokens, if known; neither they nor the tokens
+                need a gradient then.
             layers: The norm, the joint projection and the projection after the attention.
             heads: Of the attention.
         """
@@ -75,28 +76,31 @@ class FrozenAttention(torch.autograd.Function):
             query = query.contiguous()  # a view would keep the keys and values twice
         by_head = [_by_head(rows.to(dtype), heads) for rows in (query, key, value)]
         attended, logsumexp = attention(*by_head)
-        ctx.layers, ctx.heads = layers, heads
-        ctx.rows = 0 if prefix_keys is None else prefix_keys.shape[1]
-        weights = (layers.first.backward, layers.second.backward)
-        statistics = (tokens.to(dtype), mean, rstd)
-        ctx.save_for_backward(*weights, *statistics, *by_head, attended, logsumexp)
+        ctx.heads, ctx.rows = heads, None if prefix_keys is None else prefix_keys.shape[1]
+        of_norm: tuple[Tensor | None, ...] = (None,) * 6
+        if ctx.needs_input_grad[0]:
+            of_norm = (layers.first.backward, *_for_norm_backward(tokens, mean, rstd, layers))
+        of_product = (layers.second.backward, layers.scale)
+        ctx.save_for_backward(*of_norm, *of_product, *by_head, attended, logsumexp)
         return added(tokens, product(_joined(attended), layers.second), layers.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tokens and of the prefix."""
-        first, second, tokens, mean, rstd, *attended = ctx.saved_tensors
-        dtype, rows = attended[0].dtype, ctx.rows
-        of_attended = product_backward(_scaled(gradient, ctx.layers).to(dtype), second)
-        of_heads = attention_backward(_by_head(of_attended, ctx.heads), *attended)
-        query, key, value = (_joined(each) for each in of_heads)
-        of_prefix = (key[:, :rows], value[:, :rows]) if rows else (None, None)
+        first, *norm, second, scale, query, key, value, outputs, logsumexp = ctx.saved_tensors
+        of_attended = product_backward(_scaled(gradient, scale).to(outputs.dtype), second)
+        of_attended = _by_head(of_attended, ctx.heads)
+        query, key, value = (
+            _joined(rows)
+            for rows in attention_backward(of_attended, query, key, value, outputs, logsumexp)
+        )
+        rows = ctx.rows or 0
+        of_prefix = (None, None) if ctx.rows is None else (key[:, :rows], value[:, :rows])
         of_tokens = None
         if ctx.needs_input_grad[0]:
             joint = torch.cat([query, key[:, rows:], value[:, rows:]], dim=-1)
-            of_normed = product_backward(joint, first)
-            of_tokens = _norm_backward(of_normed, tokens, mean, rstd, ctx.layers).add_(gradient)
+            of_tokens = _norm_backward(product_backward(joint, first), *norm).add_(gradient)
         return of_tokens, *of_prefix, None, None, None
 
 
@@ -110,9 +114,11 @@ class FrozenMLP(torch.autograd.Function):
         normed = normed.to(layers.first.bias.dtype)
         if ctx.needs_input_grad[0]:
             hidden = product(normed, layers.first)
-            ctx.layers = layers
-            weights = (layers.first.backward, layers.second.backward)
-            ctx.save_for_backward(*weights, tokens.to(hidden.dtype), mean, rstd, hidden)
+            ctx.save_for_backward(
+                layers.first.backward,
+                *_for_norm_backward(tokens, mean, rstd, layers),
+                *(layers.second.backward, layers.scale, hidden),
+            )
             activated = F.gelu(hidden)
         else:
             activated = product(normed, layers.first, gelu=True)
@@ -122,12 +128,12 @@ class FrozenMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of the tokens."""
-        first, second, tokens, mean, rstd, hidden = ctx.saved_tensors
-        of_hidden = product_backward(_scaled(gradient, ctx.layers).to(hidden.dtype), second)
+        first, *norm, second, scale, hidden = ctx.saved_tensors
+        of_hidden = product_backward(_scaled(gradient, scale).to(hidden.dtype), second)
         _GELU_BACKWARD(of_hidden, hidden, grad_input=of_hidden)
         of_normed = product_backward(of_hidden, first)
         del of_hidden
-        return _norm_backward(of_normed, tokens, mean, rstd, ctx.layers).add_(gradient), None
+        return _norm_backward(of_normed, *norm).add_(gradient), None
 
 
 def added(tokens: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
@@ -135,8 +141,8 @@ def added(tokens: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
     return tokens + update if scale is None else torch.addcmul(tokens, update, scale)
 
 
-def _scaled(gradient: Tensor, layers: FrozenLayers) -> Tensor:
-    return gradient if layers.scale is None else gradient * layers.scale
+def _scaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    return gradient if scale is None else gradient * scale
 
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:
@@ -155,18 +161,19 @@ def _normed(tokens: Tensor, layers: FrozenLayers) -> tuple[Tensor, Tensor, Tenso
     return outputs
 
 
+def _for_norm_backward(
+    tokens: Tensor, mean: Tensor | None, rstd: Tensor | None, layers: FrozenLayers
+) -> tuple[Tensor | None, ...]:
+    """What the backward pass of a norm needs: all its arguments but the gradient."""
+    dtype = layers.first.bias.dtype
+    if dtype != tokens.dtype and mean is not None:  # rounding would be relative to the mean, too
+        tokens, mean = (tokens - mean).to(dtype), torch.zeros_like(mean)
+    return tokens, mean, rstd, layers.norm_weight, layers.norm_bias
+
+
 def _norm_backward(
-    gradient: Tensor, tokens: Tensor, mean: Tensor, rstd: Tensor, layers: FrozenLayers
+    gradient: Tensor, tokens: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    weight, bias, _ = layers[:3]
-    of_tokens: Tensor = _NORM_BACKWARD(
-        gradient.float(),
-        tokens.float(),
-        [tokens.shape[-1]],
-        mean,
-        rstd,
-        weight,
-        bias,
-        [True, False, False],
-    )[0]
+    arguments = (tokens.float(), [tokens.shape[-1]], mean, rstd, weight, bias)
+    of_tokens: Tensor = _NORM_BACKWARD(gradient.float(), *arguments, [True, False, False])[0]
     return of_tokens

@@ -6,6 +6,7 @@ without gradients (measured by benchmarks/tried.py).
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class Weights(NamedTuple):
     forward: Tensor
     """outputs x inputs."""
     backward: Tensor | None
-    """inputs x outputs; None if it is not needed."""
+    """inputs x outputs; None if gradients were not enabled or oneDNN is not used."""
     bias: Tensor
 
 
@@ -66,12 +67,13 @@ class Linear(nn.Linear):
     def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
         fits = inputs.shape[-1] == self.in_features  # else torch raises an error
-        batch = inputs.shape[:-1].numel() if fits else 0
+        batch = math.prod(inputs.shape[:-1]) if fits else 0  # may be symbolic, unlike numel()
         weights, onednn = self.weights_for(inputs.device.type, inputs.dtype, batch, rows)
+        if weights.bias.dtype != self.bias.dtype:  # cast for autocast, which ignores float64
+            inputs = inputs.to(weights.bias.dtype)
         if not onednn:
             outputs = F.linear(inputs, weights.forward, weights.bias)
             return F.gelu(outputs) if gelu else outputs
-        inputs = inputs.to(weights.bias.dtype)
         if gelu and not torch.is_grad_enabled():
             return product(inputs, weights, gelu=True)
         outputs = _FrozenLinear.apply(inputs, weights)  # type: ignore[no-untyped-call]
@@ -112,7 +114,7 @@ class Linear(nn.Linear):
     def _copied_once(
         self, dtype: torch.dtype, batch: int, rows: slice | None, pack: bool
     ) -> Weights:
-        """Return the weights in another precision, in the layout of oneDNN if `pack`."""
+        """Return a copy of the weights in a precision, in the layout of oneDNN if `pack`."""
         plain = self._weights(rows)
         part = None if rows is None else (rows.start, rows.stop, rows.step)
 

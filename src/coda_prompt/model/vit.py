@@ -1,7 +1,6 @@
 """The Vision Transformer of all methods: timm's parameter names, and slots in every block.
 
-Only the class token is used in the end, so the last block computes nothing for the other tokens,
-not even keys and values.
+Only the class token is used in the end, so the last block computes nothing for the other tokens.
 """
 
 from __future__ import annotations
@@ -185,15 +184,16 @@ class Attention(nn.Module):
             attended = F.scaled_dot_product_attention(*by_head)
         return self.proj(attended.transpose(1, 2).flatten(2))
 
-    def of_class(self, tokens: Tensor) -> Tensor:
+    def from_class_token(self, tokens: Tensor) -> Tensor:
         """Attend from the class token, without keys and values of the other tokens, B x 1 x D.
 
-        q.(W_k x) = (W_k' q).x, and the sum of values is W_v times the sum of tokens: two products
-        with one row for each image. b_k adds the same to all scores, which changes no weight.
+        q.(W_k x) = (W_k' q).x, and the sum of values is W_v times the sum of tokens: W_k and W_v
+        are multiplied with one row for each image. b_k adds the same to all scores, which changes
+        no weight.
         """
         width = tokens.shape[-1]
         query = self.qkv(tokens[:, :1], slice(width))
-        with full_precision(tokens.device):  # of scores, as in `forward`
+        with full_precision(tokens.device):  # a rounded score changes its weight by some percent
             query, tokens = query.to(self.qkv.weight.dtype), tokens.to(self.qkv.weight.dtype)
             query = query.unflatten(-1, (self.heads, -1))[:, 0].transpose(0, 1)  # heads x B x D/h
             of_keys, of_values = self.qkv.weight[width:].view(2, self.heads, -1, width)
@@ -225,17 +225,20 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with optional LayerScale."""
+    """A pre-norm transformer block with optional LayerScale.
+
+    On a CPU, layers with frozen weights are computed together: their forward hooks do not run.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config, width = config, config.width
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.attn = Attention(width, config.heads)
-        self.ls1 = LayerScale(width) if config.layer_scale else nn.Identity()
+        self.ls1 = LayerScale(width) if config.layer_scale else None
         self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
         self.mlp = MLP(width, config.mlp_width, config.quick_gelu)
-        self.ls2 = LayerScale(width) if config.layer_scale else nn.Identity()
+        self.ls2 = LayerScale(width) if config.layer_scale else None
 
     def project(self, tokens: Tensor, class_only: bool, edits: BlockEdits = NO_EDITS) -> Projected:
         """Queries (of the class token alone in the last block), keys and values."""
@@ -274,11 +277,11 @@ class Block(nn.Module):
         tokens = self._after_attention(tokens, edits, class_only, projected, prefix)
         layers = None
         if not (self.config.quick_gelu or "fc1" in edits.deltas or "fc2" in edits.deltas):
-            layers = self._frozen(tokens, self.norm2, self.mlp.fc1, self.mlp.fc2, self.ls2)
+            layers = self._frozen_layers(tokens, self.norm2, self.mlp.fc1, self.mlp.fc2, self.ls2)
         if layers is not None:
             outputs: Tensor = FrozenMLP.apply(tokens, layers)  # type: ignore[no-untyped-call]
         else:
-            outputs = added(tokens, self.mlp(self.norm2(tokens), edits), _scale(self.ls2))
+            outputs = added(tokens, self.mlp(self.norm2(tokens), edits), _gamma(self.ls2))
         return outputs if edits.adapter is None else outputs + edits.adapter(tokens)
 
     def _after_attention(
@@ -290,11 +293,13 @@ class Block(nn.Module):
         prefix: Prefix | None,
     ) -> Tensor:
         """The residual stream between attention and MLP."""
-        attn, edited = self.attn, edits.deltas or edits.tap or self.config.rotary
-        if class_only and not (projected or prefix or edited):
-            return added(tokens[:, :1], attn.of_class(self.norm1(tokens)), _scale(self.ls1))
-        if not (class_only or edited):
-            layers = self._frozen(tokens, self.norm1, attn.qkv, attn.proj, self.ls1)
+        attn = self.attn
+        edited = bool(edits.deltas) or edits.tap is not None or self.config.rotary
+        if class_only and not edited and projected is None and prefix is None:
+            update = attn.from_class_token(self.norm1(tokens))
+            return added(tokens[:, :1], update, _gamma(self.ls1))
+        if not (class_only or edited or _any_needs_gradient(tokens, projected)):
+            layers = self._frozen_layers(tokens, self.norm1, attn.qkv, attn.proj, self.ls1)
             if layers is not None:
                 keys, values = prefix or (None, None)
                 keys = None if keys is None else keys.expand(len(tokens), -1, -1)
@@ -302,30 +307,42 @@ class Block(nn.Module):
                 arguments = (keys, values, projected, layers, attn.heads)
                 return FrozenAttention.apply(tokens, *arguments)  # type: ignore[no-untyped-call]
         attended = attn(*(projected or self.project(tokens, class_only, edits)), prefix)
-        return added(tokens[:, :1] if class_only else tokens, attended, _scale(self.ls1))
+        tokens = tokens[:, :1] if class_only else tokens
+        return added(tokens, attended, _gamma(self.ls1))
 
-    def _frozen(
-        self, tokens: Tensor, norm: nn.LayerNorm, first: Linear, second: Linear, scale: nn.Module
+    @staticmethod
+    def _frozen_layers(
+        tokens: Tensor,
+        norm: nn.LayerNorm,
+        first: Linear,
+        second: Linear,
+        scale: LayerScale | None,
     ) -> FrozenLayers | None:
         """Return half of the block as layers of one operation; None if it cannot be one."""
-        parts = (norm, first, second, scale)
-        if tokens.dtype != torch.float32 or (
-            torch.is_grad_enabled()
-            and any(each.requires_grad for part in parts for each in part.parameters())
+        parts = [part for part in (norm, first, second, scale) if part is not None]
+        if tokens.dtype != torch.float32 or any(
+            each.requires_grad for part in parts for each in part.parameters()
         ):
             return None
-        device, batch = tokens.device.type, tokens.shape[:-1].numel()
-        (before, onednn), (after, _) = (
-            layer.weights_for(device, tokens.dtype, batch) for layer in (first, second)
-        )
-        if not onednn:
+        device, batch = tokens.device.type, math.prod(tokens.shape[:-1])
+        before, before_by_onednn = first.weights_for(device, tokens.dtype, batch)
+        after, after_by_onednn = second.weights_for(device, tokens.dtype, batch)
+        if not (before_by_onednn and after_by_onednn):
             return None
-        return FrozenLayers(norm.weight, norm.bias, norm.eps, before, after, _scale(scale))
+        return FrozenLayers(norm.weight, norm.bias, norm.eps, before, after, _gamma(scale))
 
 
-def _scale(module: nn.Module) -> Tensor | None:
-    """The factors of LayerScale, if a block has it."""
-    return module.gamma if isinstance(module, LayerScale) else None
+def _gamma(scale: LayerScale | None) -> Tensor | None:
+    return None if scale is None else scale.gamma
+
+
+def _any_needs_gradient(tokens: Tensor, projected: Projected | None) -> bool:
+    """Whether the gradient would have to pass through known projections."""
+    return (
+        projected is not None
+        and torch.is_grad_enabled()
+        and any(rows.requires_grad for rows in (tokens, *projected))
+    )
 
 
 class ViT(nn.Module):

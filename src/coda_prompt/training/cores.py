@@ -109,9 +109,9 @@ def images_per_part(batch: int, vit: ViTConfig, workers: int) -> int:
 
 
 def packing_pays(batch: int, vit: ViTConfig, workers: int) -> bool:
-    """Return whether forward passes should use a second, packed copy of the weights.
+    """Return whether forward passes should use packed weights, a second copy of them.
 
-    It takes some of the memory that is saved where each worker computes several parts. Without
-    that, the copy can take as much as the activations of all images.
+    Only where activations take much more memory than the copy, or less than those of the whole
+    batch because each worker computes several parts.
     """
-    return parts_of(batch, vit) > workers
+    return images_per_part(batch, vit, workers) >= MOST_IMAGES or parts_of(batch, vit) > workers

@@ -190,7 +190,7 @@ class Trainer(Passes):
     def _prepared_weights(
         self, method: Method, stage: Stage, workers: int
     ) -> AbstractContextManager[None]:
-        """Cast weights now, because several threads would do it at the same time, or pack them."""
+        """Cast weights now, because several threads would do it at the same time, and pack them."""
         if workers == 1:
             return nullcontext()
         size, vit = stage.batch_size or self.training.batch_size, method.backbone
