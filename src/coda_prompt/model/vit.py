@@ -515,9 +515,9 @@ class ViT(nn.Module):
         for block in blocks:
             for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
                 layer.weights_for("cpu", torch.float32, rows)
-        last.attn.qkv.weights_for(
-            "cpu", torch.float32, images, slice(width)
-        )  # as in `Attention.of_class`
+        last.attn.qkv.weights_for("cpu", torch.float32, images, slice(width))  # the class token's
+        if self.config.rotary:  # as in `Block.project`
+            last.attn.qkv.weights_for("cpu", torch.float32, rows, slice(width, None))
         for layer in (last.attn.proj, last.mlp.fc1, last.mlp.fc2):
             layer.weights_for("cpu", torch.float32, images)
 
