@@ -353,3 +353,13 @@ def test_gradients_reach_deltas_and_adapters(recompute: bool) -> None:
     assert factor.grad is not None
     assert up.grad.abs().max() > 0
     assert factor.grad.abs() > 0
+
+
+def test_exported_graphs_have_a_dynamic_batch_and_matrices_only() -> None:
+    """Quantisers take products with matrices, not those with the weights of each head."""
+    vit, images = tiny_vit().requires_grad_(False), torch.rand(5, 1, 16, 16)
+    shapes = ({0: torch.export.Dim("batch")},)
+    exported = torch.export.export(vit, (images[:2],), dynamic_shapes=shapes, strict=False)
+    assert_close(exported.module()(images), vit.features(images), atol=1e-5, rtol=1e-5)
+    products = [node for node in exported.graph.nodes if "matmul" in str(node.target)]
+    assert products == [], "linear layers and scaled_dot_product_attention only"

@@ -82,7 +82,7 @@ class FrozenAttention(torch.autograd.Function):
             of_norm = (layers.first.backward, *_for_norm_backward(tokens, mean, rstd, layers))
         of_product = (layers.second.backward, layers.scale)
         ctx.save_for_backward(*of_norm, *of_product, *by_head, attended, logsumexp)
-        return added(tokens, product(_joined(attended), layers.second), layers.scale)
+        return add_residual(tokens, product(_joined(attended), layers.second), layers.scale)
 
     @staticmethod
     @once_differentiable
@@ -122,7 +122,7 @@ class FrozenMLP(torch.autograd.Function):
             activated = F.gelu(hidden)
         else:
             activated = product(normed, layers.first, gelu=True)
-        return added(tokens, product(activated, layers.second), layers.scale)
+        return add_residual(tokens, product(activated, layers.second), layers.scale)
 
     @staticmethod
     @once_differentiable
@@ -136,7 +136,7 @@ class FrozenMLP(torch.autograd.Function):
         return _norm_backward(of_normed, *norm).add_(gradient), None
 
 
-def added(tokens: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
+def add_residual(tokens: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
     """The residual stream after an update, which LayerScale may scale."""
     return tokens + update if scale is None else torch.addcmul(tokens, update, scale)
 

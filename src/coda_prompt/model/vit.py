@@ -26,7 +26,7 @@ from coda_prompt.model.frozen_layers import (
     FrozenLayers,
     FrozenMLP,
     Projected,
-    added,
+    add_residual,
 )
 from coda_prompt.model.linear import Linear, full_precision
 
@@ -281,7 +281,7 @@ class Block(nn.Module):
         if layers is not None:
             outputs: Tensor = FrozenMLP.apply(tokens, layers)  # type: ignore[no-untyped-call]
         else:
-            outputs = added(tokens, self.mlp(self.norm2(tokens), edits), _gamma(self.ls2))
+            outputs = add_residual(tokens, self.mlp(self.norm2(tokens), edits), _gamma(self.ls2))
         return outputs if edits.adapter is None else outputs + edits.adapter(tokens)
 
     def _after_attention(
@@ -295,9 +295,11 @@ class Block(nn.Module):
         """The residual stream between attention and MLP."""
         attn = self.attn
         edited = bool(edits.deltas) or edits.tap is not None or self.config.rotary
-        if class_only and not edited and projected is None and prefix is None:
+        known = projected is not None or prefix is not None
+        # Exported graphs have a matrix for each product: tools quantise nothing else.
+        if class_only and not (edited or known or torch.compiler.is_compiling()):
             update = attn.from_class_token(self.norm1(tokens))
-            return added(tokens[:, :1], update, _gamma(self.ls1))
+            return add_residual(tokens[:, :1], update, _gamma(self.ls1))
         if not (class_only or edited or _any_needs_gradient(tokens, projected)):
             layers = self._frozen_layers(tokens, self.norm1, attn.qkv, attn.proj, self.ls1)
             if layers is not None:
@@ -308,7 +310,7 @@ class Block(nn.Module):
                 return FrozenAttention.apply(tokens, *arguments)  # type: ignore[no-untyped-call]
         attended = attn(*(projected or self.project(tokens, class_only, edits)), prefix)
         tokens = tokens[:, :1] if class_only else tokens
-        return added(tokens, attended, _gamma(self.ls1))
+        return add_residual(tokens, attended, _gamma(self.ls1))
 
     @staticmethod
     def _frozen_layers(
