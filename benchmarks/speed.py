@@ -51,7 +51,7 @@ from coda_prompt.storage.files import write_atomically
 from coda_prompt.training.budget import MultiplyAddCounter
 from coda_prompt.training.cores import Cores, images_per_part, packing_pays, parts_of
 from coda_prompt.training.devices import Devices
-from coda_prompt.training.fast import fast_views
+from coda_prompt.training.fast import fast_precision, fast_views
 from coda_prompt.training.gradients import Gradients
 from coda_prompt.training.loading import Batch, Epoch, Views, batches
 from coda_prompt.training.queries import Queries
@@ -386,8 +386,9 @@ def training(quick: bool) -> list[dict[str, Any]]:
 
 
 def _fast(measured: dict[str, dict[str, Any]], epochs: int = 20) -> dict[str, Any]:
-    """Return the mean step of `--fast` in bfloat16: exact in the first epochs, then cached."""
-    exact, cached = measured["exact, bfloat16"], measured["cached, bfloat16"]
+    """Return the mean step of `--fast` on this processor: first exact queries, then cached."""
+    precision = ", bfloat16" if fast_precision("cpu") == "bf16-mixed" else ""
+    exact, cached = measured[f"exact{precision}"], measured[f"cached{precision}"]
     share = fast_views(epochs) / epochs
     means = {
         name: share * exact[name] + (1 - share) * cached[name] for name in ("seconds", "forwards")

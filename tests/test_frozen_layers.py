@@ -68,8 +68,6 @@ def test_results_and_gradients_are_those_of_autograd(
 def test_gradients_in_bfloat16_are_as_near_as_those_of_autograd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not products._supports_bfloat16(torch.bfloat16):
-        pytest.skip("this processor has no bfloat16 products")
     vit, given = random_vit(SCALED), inputs()
     exact = gradients(vit, *given)
     with torch.autocast("cpu", torch.bfloat16):
@@ -121,8 +119,6 @@ def test_a_pass_started_in_inference_mode_trains_a_prefix_of_any_length() -> Non
 
 
 def test_rounding_in_bfloat16_does_not_grow_with_the_mean_of_tokens() -> None:
-    if not products._supports_bfloat16(torch.bfloat16):
-        pytest.skip("this processor has no bfloat16 products")
     vit, (tokens, *_) = random_vit(TINY), inputs()
     errors = []
     for mean in (0.0, 100.0):

@@ -106,9 +106,31 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     assert "_copies" not in layer.state_dict()
 
 
-def test_cast_weights_are_packed_for_onednn() -> None:
+def test_bfloat16_gives_the_same_numbers_without_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this processor has no bfloat16")
+        pytest.skip("oneDNN cannot compute in bfloat16 here")
+    layer, inputs = frozen(), torch.randn(2, 5, 24, requires_grad=True)
+    results = []
+    for instructions in (True, False):
+        monkeypatch.setattr(module, "multiplies_bfloat16", lambda value=instructions: value)
+        layer._copies.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = layer(inputs)
+            with torch.no_grad():
+                fused = layer(inputs, gelu=True)
+            stored_in = layer._copies["forward", None, torch.bfloat16][2].dtype
+        assert stored_in == (torch.bfloat16 if instructions else torch.float32)
+        assert outputs.dtype == fused.dtype == torch.bfloat16
+        results.append((outputs, fused, *torch.autograd.grad(outputs.float().sin().sum(), inputs)))
+    for expected, found in zip(*results, strict=True):
+        assert_close(found, expected, atol=1e-6, rtol=2**-7)  # sums may differ by a rounding
+    rounded = F.linear(inputs.bfloat16().double(), layer.weight.bfloat16().double())
+    assert_close(results[1][0].double(), rounded + layer.bias.double(), atol=0.01, rtol=2**-7)
+
+
+def test_cast_weights_are_packed_for_onednn() -> None:
     layer, inputs = frozen(), torch.randn(2, 5, 24)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():

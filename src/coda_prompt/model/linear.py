@@ -24,7 +24,8 @@ class Weights(NamedTuple):
     """The weights of a layer as its products read them."""
 
     forward: Tensor
-    """outputs x inputs."""
+    """outputs x inputs. On processors without instructions for bfloat16, weights in that precision
+    are rounded to it but stored in float32: oneDNN would need several times as long for them."""
     backward: Tensor | None
     """inputs x outputs; None if gradients were not enabled or oneDNN is not used."""
     bias: Tensor
@@ -32,6 +33,9 @@ class Weights(NamedTuple):
 
 def product(inputs: Tensor, weights: Weights, *, gelu: bool = False) -> Tensor:
     """Compute inputs W' + b, and GELU of it, with oneDNN and without recording it for autograd."""
+    if inputs.dtype != weights.forward.dtype:
+        wide = Weights(weights.forward, None, weights.bias.float())
+        return product(inputs.float(), wide, gelu=gelu).to(inputs.dtype)
     fused, algorithm = ("gelu", "none") if gelu else ("none", "")
     outputs: Tensor = _PRODUCT(inputs, weights.forward, weights.bias, fused, [], algorithm)
     return outputs
@@ -39,6 +43,8 @@ def product(inputs: Tensor, weights: Weights, *, gelu: bool = False) -> Tensor:
 
 def product_backward(gradient: Tensor, backward: Tensor) -> Tensor:
     """Compute the gradient of the inputs of a product with `Weights.backward`."""
+    if gradient.dtype != backward.dtype:
+        return product_backward(gradient.float(), backward).to(gradient.dtype)
     of_inputs: Tensor = _PRODUCT(gradient, backward, None, "none", [], "")
     return of_inputs
 
@@ -126,6 +132,8 @@ class Linear(nn.Linear):
             if known is None or known[0] is not source or known[1] != key:
                 with torch.inference_mode(False), torch.no_grad():  # may be used in training later
                     copy = own.to(dtype)
+                    if pack and not multiplies_bfloat16():
+                        copy = copy.float()
                     known = (source, key, _PACK(copy.contiguous(), batch) if pack else copy)
                 self._copies[name, part, dtype] = known
             return known[2]
@@ -150,9 +158,7 @@ class Linear(nn.Linear):
             and _PACK is not None
             and torch._C._get_tracing_state() is None
             and not torch._C._are_functorch_transforms_active()
-            and (
-                _supports_bfloat16(dtype) if casts else dtype == self.weight.dtype == torch.float32
-            )
+            and (dtype == torch.bfloat16 if casts else dtype == self.weight.dtype == torch.float32)
             and torch.is_autocast_enabled("cpu") == casts
             and bool(torch.backends.mkldnn.enabled)
         )
@@ -175,5 +181,6 @@ class _FrozenLinear(torch.autograd.Function):
         return product_backward(gradient, *ctx.saved_tensors), None
 
 
-def _supports_bfloat16(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor is known to have instructions for products in bfloat16."""
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coda_prompt.model.linear import multiplies_bfloat16
+
 if TYPE_CHECKING:
     from coda_prompt.training.devices import Precision
 
@@ -30,7 +32,7 @@ def fast_precision(device: str = "auto") -> Precision:
     if device in ("auto", "cuda") and torch.cuda.is_available():
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device == "cpu" or (device == "auto" and not torch.backends.mps.is_available()):
-        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+        supported = multiplies_bfloat16()
     else:
         supported = False
     return "bf16-mixed" if supported else "32-true"
