@@ -234,7 +234,9 @@ class Network:
         """
         for tensor in model.tensors.values():
             negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
-            if negative_count or not tensor.isfinite().all():
+            # A sum is finite if all values are, but for overflows, and takes a tenth of the time.
+            finite = bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+            if negative_count or not finite:
                 raise errors.CorruptFile(path, "it has invalid values: negative counts, NaN or inf")
         statistics = {name for name in model.tensors if name.startswith(PREFIX)}
         seen = {name for name in model.tensors if name.startswith(duplicates.PREFIX)}
