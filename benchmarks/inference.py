@@ -10,6 +10,7 @@ measured alternately; medians are reported. CPU time is that of all threads: on 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import resource
 import statistics
@@ -38,6 +39,7 @@ from onnxruntime.quantization.shape_inference import (  # type: ignore[import-un
 from speed import machine, show
 from torch import Tensor, nn
 
+import coda_prompt
 from coda_prompt import ContinualClassifier
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.inputs import as_image
@@ -173,9 +175,13 @@ def interleaved(
 
 
 def rows_of(
-    backbone: str, runs: dict[str, Run], images: Tensor, rounds: int, accuracy: dict[str, float]
+    backbone: str,
+    runs: dict[str, Run],
+    images: Tensor,
+    rounds: int,
+    quality: dict[str, dict[str, float]],
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant and batch size."""
+    """Return a row for each variant and batch size, with what is known of its answers."""
     rows = []
     for size in BATCHES:
         batch = images[:size].contiguous()
@@ -190,9 +196,8 @@ def rows_of(
                 "CPU ms": 1000 * cpu_seconds,
                 "times faster": wall / seconds,
                 "times less CPU": cpu / cpu_seconds,
+                **quality.get(name, {}),
             }
-            if accuracy:
-                row["accuracy %"] = 100 * accuracy[name]
             rows.append(row)
     return rows
 
@@ -217,15 +222,32 @@ def photo(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         runs = variants(module, views(train[held_out]), Path(folder), options.threads)
-        correct = dict.fromkeys(runs, 0)
+        best: dict[str, list[Tensor]] = {name: [] for name in runs}
         for first in range(0, tested, 100):
-            part = chosen[first : first + 100]
-            images, expected = views(test[part]), torch.from_numpy(test_labels[part])
+            images = views(test[chosen[first : first + 100]])
             for name, run in runs.items():
-                correct[name] += int((run(images).argmax(dim=1) == expected).sum())
-        accuracy = {name: count / tested for name, count in correct.items()}
+                best[name].append(run(images).argmax(dim=1))
+        quality = qualities(
+            {name: torch.cat(parts) for name, parts in best.items()},
+            torch.from_numpy(test_labels[chosen]),
+        )
         images = views(test[: max(BATCHES)])
-        return rows_of("photo, 112 px", runs, images, options.rounds, accuracy)
+        return rows_of("photo, 112 px", runs, images, options.rounds, quality)
+
+
+def qualities(best: dict[str, Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
+    """Return the accuracy of each variant, and how its answers differ from those of the first."""
+    base = next(iter(best.values()))
+    table = {}
+    for name, rows in best.items():
+        gained = 100 * ((rows == labels).double() - (base == labels).double())
+        table[name] = {
+            "accuracy %": float(100 * (rows == labels).double().mean()),
+            "difference": float(gained.mean()),
+            "95 %": float(1.96 * gained.std() / len(gained) ** 0.5),
+            "same label %": float(100 * (rows == base).double().mean()),
+        }
+    return table
 
 
 def base(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -242,6 +264,7 @@ def base(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def cold(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A new process that classifies one image with `photo`, against one that imports torch."""
+    compileall.compile_dir(Path(coda_prompt.__file__).parent, quiet=1)  # as in an installed package
     with tempfile.TemporaryDirectory() as folder:
         classifier = ContinualClassifier("photo", device="cpu", verbose=False)
         images = np.random.RandomState(0).randint(0, 256, (20, 64, 64, 3), np.uint8)
@@ -253,19 +276,22 @@ def cold(options: argparse.Namespace) -> list[dict[str, Any]]:
             "import torch": ["-c", "import torch"],
             "coda predict": ["-m", *predict, "--device", "cpu"],
         }
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
         for number in range(options.rounds // 3 + 1):
             for name, command in commands.items():
-                before = _child_seconds()
+                cpu, wall = _child_seconds(), time.perf_counter()
                 subprocess.run([sys.executable, *command], check=True, capture_output=True)
                 if number:
-                    seconds[name].append(_child_seconds() - before)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    shortest = medians["import torch"]
-    return [
-        {"command": name, "CPU s": median, "times import torch": median / shortest}
-        for name, median in medians.items()
-    ]
+                    times[name].append((_child_seconds() - cpu, time.perf_counter() - wall))
+    rows = []
+    for name, each in times.items():
+        cpu, wall = (statistics.median(seconds) for seconds in zip(*each, strict=True))
+        rows.append({"command": name, "CPU s": cpu, "s": wall})
+    torch_row = rows[0]
+    for row in rows:
+        row["times import torch, CPU"] = row["CPU s"] / torch_row["CPU s"]
+        row["times import torch"] = row["s"] / torch_row["s"]
+    return rows
 
 
 def _child_seconds() -> float:
