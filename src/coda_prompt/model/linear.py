@@ -78,7 +78,8 @@ class Linear(nn.Linear):
         if weights.bias.dtype != self.bias.dtype:  # cast for autocast, which ignores float64
             inputs = inputs.to(weights.bias.dtype)
         if not onednn:
-            outputs = F.linear(inputs, weights.forward, weights.bias)
+            linear = _linear_in_float32 if self._emulates_bfloat16(inputs) else F.linear
+            outputs = linear(inputs, weights.forward, weights.bias)
             return F.gelu(outputs) if gelu else outputs
         if gelu and not torch.is_grad_enabled():
             return product(inputs, weights, gelu=True)
@@ -163,6 +164,18 @@ class Linear(nn.Linear):
             and bool(torch.backends.mkldnn.enabled)
         )
 
+    def _emulates_bfloat16(self, inputs: Tensor) -> bool:
+        """Return whether torch would compute a product with trained weights in bfloat16 slowly."""
+        return (
+            inputs.device.type == "cpu"
+            and torch.is_autocast_enabled("cpu")
+            and torch.get_autocast_dtype("cpu") == torch.bfloat16
+            and inputs.dtype in (torch.float32, torch.bfloat16)
+            and self.weight.requires_grad
+            and not torch.compiler.is_compiling()
+            and not multiplies_bfloat16()
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copies": {}}  # packed weights cannot be copied
 
@@ -179,6 +192,13 @@ class _FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return product_backward(gradient, *ctx.saved_tensors), None
+
+
+def _linear_in_float32(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute a product in bfloat16: round its operands, multiply in float32, round the result."""
+    with full_precision(inputs.device):
+        rounded = (operand.bfloat16().float() for operand in (inputs, weight, bias))
+        return F.linear(*rounded).bfloat16()
 
 
 def multiplies_bfloat16() -> bool:
