@@ -121,30 +121,37 @@ class Linear(nn.Linear):
     def _copied_once(
         self, dtype: torch.dtype, batch: int, rows: slice | None, pack: bool
     ) -> Weights:
-        """Return a copy of the weights in a precision, in the layout of oneDNN if `pack`."""
+        """Return a copy of the weights in a precision, for oneDNN if `pack`."""
         plain = self._weights(rows)
         part = None if rows is None else (rows.start, rows.stop, rows.step)
+        layout = "plain"
+        if pack:
+            layout = "packed" if dtype == torch.float32 or multiplies_bfloat16() else "rounded"
 
-        def once(name: str, source: Tensor, own: Tensor, pack: bool) -> Tensor:
+        def once(name: str, source: Tensor, own: Tensor, layout: str) -> Tensor:
             version = 0 if source.is_inference() else source._version
-            key = (pack, source.data_ptr(), version)
+            key = (layout, source.data_ptr(), version)
             known = self._copies.get((name, part, dtype))
             # A new parameter may have the address of an old one, which is therefore kept.
             if known is None or known[0] is not source or known[1] != key:
                 with torch.inference_mode(False), torch.no_grad():  # may be used in training later
                     copy = own.to(dtype)
-                    if pack and not multiplies_bfloat16():
+                    if layout == "packed":
+                        copy = _PACK(copy.contiguous(), batch)
+                    elif layout == "rounded":
                         copy = copy.float()
-                    known = (source, key, _PACK(copy.contiguous(), batch) if pack else copy)
+                    known = (source, key, copy)
                 self._copies[name, part, dtype] = known
             return known[2]
 
-        forward = once("forward", self.weight, plain.forward, pack)
+        forward = once("forward", self.weight, plain.forward, layout)
         backward = plain.backward
-        if dtype != self.weight.dtype:
+        if layout == "rounded":
+            backward = forward.t()
+        elif dtype != self.weight.dtype:
             trains = pack and torch.is_grad_enabled()
-            backward = once("backward", self.weight, plain.forward.t(), pack) if trains else None
-        return Weights(forward, backward, once("bias", self.bias, plain.bias, False))
+            backward = once("backward", self.weight, plain.forward.t(), layout) if trains else None
+        return Weights(forward, backward, once("bias", self.bias, plain.bias, "plain"))
 
     def unpack(self) -> None:
         """Use float32 weights as they are again, and free their copies."""
