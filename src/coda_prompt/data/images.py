@@ -98,7 +98,7 @@ def open_image(
     try:
         opened = io.BytesIO(file) if isinstance(file, bytes) else file
         Image.preinit()  # else a format before the file's own loads the decoders of all formats
-        formats = (*FORMATS, "HEIF") if supports_heic() else FORMATS
+        formats = (*FORMATS, "HEIF") if _may_be_heic(file) and supports_heic() else FORMATS
         with Image.open(opened, formats=formats) as image:
             size = image.size
             if image.width * image.height > MAX_PIXELS:
@@ -122,6 +122,16 @@ def open_image(
         raise BadImage(path, heic_hint([path]) or problem) from error
     except Exception as error:  # on damaged bytes a decoder may raise anything
         raise BadImage(path, f"it cannot be decoded ({error})") from error
+
+
+def _may_be_heic(file: str | os.PathLike[str] | bytes) -> bool:
+    """Return whether a file starts as HEIC files do: others do not need its decoder."""
+    if isinstance(file, bytes):
+        start = file[:8]
+    else:
+        with open(file, "rb") as opened:
+            start = opened.read(8)
+    return start[4:] == b"ftyp"
 
 
 def apply_exif_orientation(image: Image.Image) -> Image.Image:
