@@ -234,7 +234,7 @@ class Network:
         """
         for tensor in model.tensors.values():
             negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
-            # A sum is finite if all values are, but for overflows, and takes a tenth of the time.
+            # If the sum is finite, all values are; it takes a tenth of the time.
             finite = bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
             if negative_count or not finite:
                 raise errors.CorruptFile(path, "it has invalid values: negative counts, NaN or inf")
