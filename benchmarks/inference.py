@@ -181,7 +181,7 @@ def rows_of(
     rounds: int,
     quality: dict[str, dict[str, float]],
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant and batch size, with what is known of its answers."""
+    """Return a row for each variant and batch size, with the `quality` of the variant."""
     rows = []
     for size in BATCHES:
         batch = images[:size].contiguous()
@@ -244,7 +244,7 @@ def qualities(best: dict[str, Tensor], labels: Tensor) -> dict[str, dict[str, fl
         table[name] = {
             "accuracy %": float(100 * (rows == labels).double().mean()),
             "difference": float(gained.mean()),
-            "95 %": float(1.96 * gained.std() / len(gained) ** 0.5),
+            "± (95 %)": float(1.96 * gained.std() / len(gained) ** 0.5),
             "same label %": float(100 * (rows == base).double().mean()),
         }
     return table
@@ -290,7 +290,7 @@ def cold(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch_row = rows[0]
     for row in rows:
         row["times import torch, CPU"] = row["CPU s"] / torch_row["CPU s"]
-        row["times import torch"] = row["s"] / torch_row["s"]
+        row["times import torch, clock"] = row["s"] / torch_row["s"]
     return rows
 
 

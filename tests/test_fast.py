@@ -38,7 +38,7 @@ def test_bfloat16_is_used_where_the_device_has_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpu, raising=False)
+    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: cpu)
     assert fast_precision(device) == expected
 
 

@@ -582,7 +582,7 @@ def test_undo_ignores_a_previous_version_of_another_process(tmp_path: Path) -> N
     ("values", "finite"),
     [((math.nan,), False), ((math.inf, -math.inf), False), ((1e308, 1e308), True)],
 )
-def test_numbers_that_are_not_finite_are_refused(
+def test_numbers_are_refused_unless_they_are_finite(
     values: tuple[float, ...], finite: bool, tmp_path: Path
 ) -> None:
     """Also if they cancel out in a sum; finite numbers with a sum that overflows are accepted."""

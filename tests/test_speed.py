@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from coda_prompt import methods
 from coda_prompt.methods import TaskBrief, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.model import linear
 from coda_prompt.model.vit import ViT, ViTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -100,7 +99,6 @@ def test_memory_of_a_step_relative_to_the_textbook(monkeypatch: pytest.MonkeyPat
     """Count tensors, not resident memory, with 65 tokens and heads of 64 channels as in `photo`."""
     small = ViTConfig(image_size=32, patch_size=4, width=192, heads=3, mlp_width=768)
     monkeypatch.setitem(speed.VITS, "small", small)
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
     steps = speed.steps_of("small", 16)
     peaks = {name: speed.peak_of_tensors(step) for name, step in steps.items()}
     ratios = {name: peak / peaks["textbook"] for name, peak in peaks.items()}

@@ -33,7 +33,8 @@ class FrozenLayers(NamedTuple):
     norm_bias: Tensor
     norm_eps: float
     first: Weights
-    """In float32, or in bfloat16 for autocast; oneDNN computes products with them."""
+    """oneDNN computes products with them, in the precision of their biases: float32, or bfloat16
+    for autocast."""
     second: Weights
     scale: Tensor | None
     """Of LayerScale."""

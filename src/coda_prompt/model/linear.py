@@ -7,6 +7,7 @@ without gradients (measured by benchmarks/tried.py).
 from __future__ import annotations
 
 import math
+import platform
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -27,26 +28,28 @@ class Weights(NamedTuple):
     """outputs x inputs. On processors without instructions for bfloat16, weights in that precision
     are rounded to it but stored in float32: oneDNN would need several times as long for them."""
     backward: Tensor | None
-    """inputs x outputs; None if gradients were not enabled or oneDNN is not used."""
+    """inputs x outputs, stored as `forward` is; None if gradients were not enabled or oneDNN is not
+    used."""
     bias: Tensor
 
 
 def product(inputs: Tensor, weights: Weights, *, gelu: bool = False) -> Tensor:
     """Compute inputs W' + b, and GELU of it, with oneDNN and without recording it for autograd."""
-    if inputs.dtype != weights.forward.dtype:
-        wide = Weights(weights.forward, None, weights.bias.float())
-        return product(inputs.float(), wide, gelu=gelu).to(inputs.dtype)
     fused, algorithm = ("gelu", "none") if gelu else ("none", "")
-    outputs: Tensor = _PRODUCT(inputs, weights.forward, weights.bias, fused, [], algorithm)
-    return outputs
+    dtype, bias = inputs.dtype, weights.bias
+    if weights.forward.dtype == torch.float32:  # also of rounded weights
+        inputs, bias = inputs.float(), bias.float()
+    outputs: Tensor = _PRODUCT(inputs, weights.forward, bias, fused, [], algorithm)
+    return outputs.to(dtype)
 
 
 def product_backward(gradient: Tensor, backward: Tensor) -> Tensor:
     """Compute the gradient of the inputs of a product with `Weights.backward`."""
-    if gradient.dtype != backward.dtype:
-        return product_backward(gradient.float(), backward).to(gradient.dtype)
+    dtype = gradient.dtype
+    if backward.dtype == torch.float32:  # also of rounded weights
+        gradient = gradient.float()
     of_inputs: Tensor = _PRODUCT(gradient, backward, None, "none", [], "")
-    return of_inputs
+    return of_inputs.to(dtype)
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
@@ -78,8 +81,7 @@ class Linear(nn.Linear):
         if weights.bias.dtype != self.bias.dtype:  # cast for autocast, which ignores float64
             inputs = inputs.to(weights.bias.dtype)
         if not onednn:
-            linear = _linear_in_float32 if self._emulates_bfloat16(inputs) else F.linear
-            outputs = linear(inputs, weights.forward, weights.bias)
+            outputs = F.linear(inputs, weights.forward, weights.bias)
             return F.gelu(outputs) if gelu else outputs
         if gelu and not torch.is_grad_enabled():
             return product(inputs, weights, gelu=True)
@@ -171,18 +173,6 @@ class Linear(nn.Linear):
             and bool(torch.backends.mkldnn.enabled)
         )
 
-    def _emulates_bfloat16(self, inputs: Tensor) -> bool:
-        """Return whether torch would compute a product with trained weights in bfloat16 slowly."""
-        return (
-            inputs.device.type == "cpu"
-            and torch.is_autocast_enabled("cpu")
-            and torch.get_autocast_dtype("cpu") == torch.bfloat16
-            and inputs.dtype in (torch.float32, torch.bfloat16)
-            and self.weight.requires_grad
-            and not torch.compiler.is_compiling()
-            and not multiplies_bfloat16()
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copies": {}}  # packed weights cannot be copied
 
@@ -201,13 +191,8 @@ class _FrozenLinear(torch.autograd.Function):
         return product_backward(gradient, *ctx.saved_tensors), None
 
 
-def _linear_in_float32(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute a product in bfloat16: round its operands, multiply in float32, round the result."""
-    with full_precision(inputs.device):
-        rounded = (operand.bfloat16().float() for operand in (inputs, weight, bias))
-        return F.linear(*rounded).bfloat16()
-
-
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor is known to have instructions for products in bfloat16."""
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+    """Return whether this processor has instructions for products in bfloat16."""
+    if platform.machine() in ("x86_64", "AMD64"):  # where oneDNN also supports emulating them
+        return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+    return _PRODUCT is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
