@@ -7,7 +7,6 @@ without gradients (measured by benchmarks/tried.py).
 from __future__ import annotations
 
 import math
-import platform
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from coda_prompt.model.processor import disable_broken_amx, multiplies_bfloat16
+
+disable_broken_amx()  # when imported, because oneDNN decides once, in its first operation
 
 # The operators torch.compile uses for linear layers on CPUs; missing in builds without oneDNN.
 _PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -189,10 +192,3 @@ class _FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return product_backward(gradient, *ctx.saved_tensors), None
-
-
-def multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for products in bfloat16."""
-    if platform.machine() in ("x86_64", "AMD64"):  # where oneDNN also supports emulating them
-        return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
-    return _PRODUCT is not None and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coda_prompt.model.linear import multiplies_bfloat16
+from coda_prompt.model.processor import multiplies_bfloat16
 
 if TYPE_CHECKING:
     from coda_prompt.training.devices import Precision

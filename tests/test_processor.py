@@ -1,0 +1,56 @@
+"""Virtual machines that report AMX but no tiles: products in bfloat16 must not end the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from coda_prompt.model import processor
+
+ISA = "ONEDNN_MAX_CPU_ISA"
+
+
+@pytest.mark.parametrize(
+    ("machine", "amx", "palettes", "limit"),
+    [
+        ("x86_64", True, 0, "AVX512_CORE_FP16"),
+        ("x86_64", True, 1, None),
+        ("x86_64", False, 0, None),
+        ("aarch64", True, 0, None),
+    ],
+)
+def test_amx_is_disabled_only_where_it_has_no_tiles(
+    machine: str, amx: bool, palettes: int, limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ISA, "")  # restored afterwards
+    monkeypatch.delenv(ISA)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(processor, "_tile_palettes", lambda: palettes)
+    processor.disable_broken_amx()
+    assert os.environ.get(ISA) == limit
+
+
+def test_own_limit_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA, "AVX2")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(processor, "_tile_palettes", lambda: 0)
+    processor.disable_broken_amx()
+    assert os.environ[ISA] == "AVX2"
+
+
+def test_products_in_bfloat16_on_this_processor() -> None:
+    program = (
+        "import coda_prompt.model.linear, torch\n"
+        "matrix = torch.eye(64, dtype=torch.bfloat16)\n"
+        "print((matrix @ matrix).sum().item())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != ISA}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, "64.0\n"), run.stderr
