@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def test_amx_is_disabled_only_where_it_has_no_tiles(
     monkeypatch.delenv(ISA)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(processor, "_tile_palettes", lambda: palettes)
+    monkeypatch.setattr(processor, "_cpuid", lambda leaf, register: palettes)
     processor.disable_broken_amx()
     assert os.environ.get(ISA) == limit
 
@@ -38,9 +40,45 @@ def test_amx_is_disabled_only_where_it_has_no_tiles(
 def test_own_limit_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA, "AVX2")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(processor, "_tile_palettes", lambda: 0)
+    monkeypatch.setattr(processor, "_cpuid", lambda leaf, register: 0)
     processor.disable_broken_amx()
     assert os.environ[ISA] == "AVX2"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "instructions", "palettes", "faster"),
+    [
+        (b"GenuineIntel", True, 1, True),
+        (b"GenuineIntel", True, 0, False),
+        (b"GenuineIntel", False, 0, False),
+        (b"AuthenticAMD", True, 0, True),
+        (b"AuthenticAMD", False, 0, False),
+    ],
+)
+def test_where_bfloat16_is_faster(
+    vendor: bytes,
+    instructions: bool,
+    palettes: int,
+    faster: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cpuid(leaf: int, register: str) -> int:
+        return int.from_bytes(vendor[:4], "little") if leaf == 0 else palettes
+
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(processor, "_cpuid", cpuid)
+    assert processor.multiplies_bfloat16() == faster
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what cpuid reports")
+def test_cpuid_on_this_processor() -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("cpuid is an instruction of x86")
+    reported = Path("/proc/cpuinfo").read_text()
+    assert processor._cpuid(0, "ebx").to_bytes(4, "little").decode() in reported
+    assert processor._is_intel() == ("GenuineIntel" in reported)
 
 
 def test_products_in_bfloat16_on_this_processor() -> None:
