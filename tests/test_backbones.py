@@ -145,6 +145,18 @@ def test_photo_runs_at_other_multiples_of_14() -> None:
     assert torch.cosine_similarity(*features).item() > 0.5
 
 
+@pytest.mark.parametrize("name", ["photo", "pocket"])
+def test_known_fingerprints_are_those_of_the_embedded_weights(name: str) -> None:
+    backbone = load_backbone(name)
+    assert backbone.known_fingerprint == backbone.fingerprint == backbone.vit.fingerprint()
+
+
+def test_fingerprint_depends_on_the_image_size() -> None:
+    resized = load_backbone("photo@84")
+    assert resized.known_fingerprint is None
+    assert resized.fingerprint != load_backbone("photo").fingerprint
+
+
 def test_mixed_folder_takes_the_majority_with_a_warning(tmp_path: Path) -> None:
     folder = write_folder(
         tmp_path / "mixed", a=sketch_images(12), b=[scene(seed) for seed in range(8)]

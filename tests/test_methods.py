@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,23 @@ OTHERS = {
 
 def test_registry_has_every_method_of_the_paper_and_others() -> None:
     assert set(methods.METHODS) >= {*PAPER_METHODS} | OTHERS
+
+
+def test_every_name_of_a_registered_class_is_registered() -> None:
+    for name, entry in methods.METHODS.items():
+        assert {*entry.type.variants} <= {*methods.METHODS}, name
+        assert all(methods.METHODS[other].type is entry.type for other in entry.type.variants)
+
+
+def test_looking_up_a_method_imports_no_other() -> None:
+    program = (
+        "import sys\nfrom coda_prompt import methods\n"
+        "assert 'ease' in methods.METHODS\nmethods.find('ranpac')\n"
+        "print([name for name in ('closedform', 'coda', 'ease') "
+        "if f'coda_prompt.methods.{name}' in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout == "['closedform']\n", run.stderr
 
 
 @pytest.mark.parametrize(

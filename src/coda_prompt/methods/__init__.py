@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,31 +16,10 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from coda_prompt.errors import METHOD_MODULE, BadMethod, UnknownName
-from coda_prompt.methods.aper import APER
 from coda_prompt.methods.base import Loss, Method, PromptConfig, PromptMethod, TaskBrief
 from coda_prompt.methods.checking import check_returned_shapes
-from coda_prompt.methods.closedform import NearestClassMean, RanPAC
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.methods.coda_ranpac import CodaRanPAC
-from coda_prompt.methods.deep_ranpac import CodaDeepRanPAC, DeepRanPAC
-from coda_prompt.methods.dualprompt import DualPrompt
-from coda_prompt.methods.ease import EASE
-from coda_prompt.methods.finetune import FineTuning, FineTuningMasked, UpperBound
-from coda_prompt.methods.hide import HiDePrompt
-from coda_prompt.methods.inflora import InfLoRA
-from coda_prompt.methods.l2p import L2P
-from coda_prompt.methods.loranpac import LoRanPAC
-from coda_prompt.methods.lwf import LearningWithoutForgetting
 from coda_prompt.methods.options import make_config, option_meanings
-from coda_prompt.methods.osprompt import OSPrompt
-from coda_prompt.methods.replay import ExperienceReplay
-from coda_prompt.methods.sdlora import SDLoRA
-from coda_prompt.methods.slca import SLCA
-from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.methods.stages import Stage, TrainingBatch
-from coda_prompt.methods.token_ranpac import CodaTokenRanPAC, TokenRanPAC
-from coda_prompt.methods.tuna import TUNA
-from coda_prompt.methods.vqprompt import VQPrompt
 from coda_prompt.model.vit import ViT
 
 __all__ = ["Loss", "Method", "PromptMethod", "Stage", "TaskBrief", "TrainingBatch"]
@@ -56,40 +36,62 @@ class Entry:
     """The hash of the file a method was loaded from; None: it comes with the package."""
 
 
-METHODS: Mapping[str, Entry] = MappingProxyType(
+_CLASSES = MappingProxyType(
     {
-        name: Entry(name, method, options)
-        for method in (
-            UpperBound,
-            ExperienceReplay,
-            FineTuning,
-            FineTuningMasked,
-            LearningWithoutForgetting,
-            L2P,
-            DualPrompt,
-            CodaPrompt,
-            NearestClassMean,
-            RanPAC,
-            StreamingLDA,
-            CodaRanPAC,
-            DeepRanPAC,
-            CodaDeepRanPAC,
-            TokenRanPAC,
-            CodaTokenRanPAC,
-            SDLoRA,
-            InfLoRA,
-            OSPrompt,
-            LoRanPAC,
-            SLCA,
-            EASE,
-            APER,
-            TUNA,
-            VQPrompt,
-            HiDePrompt,
-        )
-        for name, options in method.variants.items()
+        "upper-bound": "finetune.UpperBound",
+        "er-5000": "replay.ExperienceReplay",
+        "ft": "finetune.FineTuning",
+        "ft++": "finetune.FineTuningMasked",
+        "lwf-mc": "lwf.LearningWithoutForgetting",
+        "l2p++": "l2p.L2P",
+        "deep-l2p++": "l2p.L2P",
+        "dualprompt": "dualprompt.DualPrompt",
+        "coda-p": "coda.CodaPrompt",
+        "coda-p-s": "coda.CodaPrompt",
+        "ncm": "closedform.NearestClassMean",
+        "ranpac": "closedform.RanPAC",
+        "slda": "slda.StreamingLDA",
+        "coda-p-ranpac": "coda_ranpac.CodaRanPAC",
+        "deep-ranpac": "deep_ranpac.DeepRanPAC",
+        "coda-p-deep-ranpac": "deep_ranpac.CodaDeepRanPAC",
+        "token-ranpac": "token_ranpac.TokenRanPAC",
+        "coda-p-token-ranpac": "token_ranpac.CodaTokenRanPAC",
+        "sd-lora": "sdlora.SDLoRA",
+        "sd-lora-rr": "sdlora.SDLoRA",
+        "inflora": "inflora.InfLoRA",
+        "os-prompt": "osprompt.OSPrompt",
+        "os-prompt++": "osprompt.OSPrompt",
+        "loranpac": "loranpac.LoRanPAC",
+        "slca": "slca.SLCA",
+        "ease": "ease.EASE",
+        "aper": "aper.APER",
+        "tuna": "tuna.TUNA",
+        "vq-prompt": "vqprompt.VQPrompt",
+        "hide-prompt": "hide.HiDePrompt",
     }
 )
+"""Names of methods and where their classes are: a module is imported when its method is used."""
+
+
+class _Registry(Mapping[str, Entry]):
+    """The methods of the package by name."""
+
+    def __getitem__(self, name: str) -> Entry:
+        module, _, class_name = _CLASSES[name].partition(".")
+        method = getattr(importlib.import_module(f"{__name__}.{module}"), class_name)
+        return Entry(name, method, method.variants[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in _CLASSES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+
+METHODS: Mapping[str, Entry] = _Registry()
 
 
 def find(name: str) -> Entry:

@@ -78,11 +78,26 @@ class LoadedBackbone:
     """Commit of the hub repository; None if the file was not downloaded."""
     path: Path | None = None
     """The local file; None if it is embedded or was downloaded."""
+    known_fingerprint: str | None = None
+    """Of an embedded file: hashing it as float32 takes longer than loading it."""
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the weights."""
-        return self.vit.fingerprint()
+        return self.known_fingerprint or self.vit.fingerprint()
+
+
+_FINGERPRINTS = MappingProxyType(
+    {
+        "7d73299c9d5df6fcb72811af9ec896ffe0df231953b27f91b1769a27e3f5039d": (  # photo
+            "836805752e92d4cd6b03af427962c2786778f1e8141c69be1104695b8d840387"
+        ),
+        "7aa34708e6c475aa0efdac3d5e071ce2abb8bf40c6d8e8dc7d521f51ff2f343d": (  # pocket
+            "2a25eb51555199f24214c555299d1a2e33175e77874ccecf289dbbbdfd9e7872"
+        ),
+    }
+)
+"""Hashes of the embedded files -> hashes of their weights at their own image size."""
 
 
 _TINY = ViTConfig(width=192, heads=3, mlp_width=768)
@@ -234,7 +249,8 @@ def load_backbone(
         load_weights(vit, path)
         vit.requires_grad_(False).eval()
         sha256, revision = (pin.sha256, pin.revision) if pin else (file_sha256(path), None)
-    return LoadedBackbone(name, vit, preprocessing, sha256, revision, local)
+    fingerprint = _FINGERPRINTS.get(sha256) if size is None else None
+    return LoadedBackbone(name, vit, preprocessing, sha256, revision, local, fingerprint)
 
 
 def _resized(

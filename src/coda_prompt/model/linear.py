@@ -76,6 +76,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features)
         self._copies: dict[Any, tuple[Tensor, tuple[Any, ...], Tensor]] = {}
 
+    def reset_parameters(self) -> None:
+        """Initialise the weights, unless they have no values yet (meta device)."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, inputs: Tensor, rows: slice | None = None, *, gelu: bool = False) -> Tensor:
         """Apply the layer, or only some rows of it; then GELU, fused if no gradient is needed."""
         fits = inputs.shape[-1] == self.in_features  # else torch raises an error

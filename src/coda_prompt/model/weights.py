@@ -40,11 +40,11 @@ CHECKPOINT_ENTRIES = ("model", "state_dict", "model_state_dict", "teacher", "stu
 _FIRST_MLP = "blocks.0.mlp.fc1.weight"
 
 
-def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
-    """Read the float32 weights of a ViT of this architecture.
+def read_weights(path: Path, vit: ViT) -> dict[str, Tensor]:
+    """Read float32 weights for a ViT.
 
     A classifier head and DINOv2's mask token are ignored. DINOv2's own parameter names are accepted
-    as well as timm's, and the position embedding is resampled to the grid of `config`.
+    as well as timm's, and the position embedding is resampled to the grid of the ViT.
 
     Raises:
         WeightsMismatch: a parameter is missing or unknown, or has another shape.
@@ -52,7 +52,7 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
         MissingData: the file does not exist or cannot be read.
     """
     tensors = _drop_unused(path, _read_tensors(path))
-    expected = _shapes(config)
+    config, expected = vit.config, _shapes(vit)
     for name in _absent_biases(config) - tensors.keys():
         tensors[name] = torch.zeros(expected[name])
     if "reg_token" in expected and "register_tokens" in tensors:
@@ -75,7 +75,7 @@ def read_weights(path: Path, config: ViTConfig) -> dict[str, Tensor]:
 
 def load_weights(vit: ViT, path: Path) -> None:
     """Load a file into a ViT; a ViT on the meta device takes over the tensors without a copy."""
-    vit.load_state_dict(read_weights(path, vit.config), assign=vit.cls_token.is_meta)
+    vit.load_state_dict(read_weights(path, vit), assign=vit.cls_token.is_meta)
 
 
 def write_weights(path: Path, vit: ViT, preprocessing: Preprocessing) -> None:
@@ -149,7 +149,9 @@ def read_layout(path: Path) -> tuple[Layout, int]:
 def expected_layout(config: ViTConfig) -> Layout:
     """Return what `read_layout` finds in a file of this architecture."""
     absent = _absent_biases(config)
-    return _for_any_grid({name: s for name, s in _shapes(config).items() if name not in absent})
+    with torch.device("meta"):
+        shapes = _shapes(ViT(config))
+    return _for_any_grid({name: s for name, s in shapes.items() if name not in absent})
 
 
 def _absent_biases(config: ViTConfig) -> set[str]:
@@ -165,9 +167,8 @@ def _for_any_grid(layout: Layout) -> Layout:
     return layout
 
 
-def _shapes(config: ViTConfig) -> Layout:
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in ViT(config).state_dict().items()}
+def _shapes(vit: ViT) -> Layout:
+    return {name: tuple(tensor.shape) for name, tensor in vit.state_dict().items()}
 
 
 def infer_config(path: Path) -> ViTConfig:
