@@ -29,6 +29,13 @@ SUFFIXES = frozenset(
 )
 HEIC_SUFFIXES = frozenset((".heic", ".heif"))
 """Read if the extra `heic` is installed."""
+HEIC_BRANDS = frozenset(
+    (
+        *(b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"),
+        *(b"mif1", b"msf1"),
+    )
+)
+"""What follows `ftyp` at the start of a HEIC file."""
 MAX_PIXELS = 89_478_485  # 256 MiB as RGB; Pillow warns of a decompression bomb from here on
 FULL_SIZE = "full size"
 """Key in `Image.info` of the size before a JPEG was decoded at reduced size."""
@@ -98,7 +105,7 @@ def open_image(
     try:
         opened = io.BytesIO(file) if isinstance(file, bytes) else file
         Image.preinit()  # else a format before the file's own loads the decoders of all formats
-        formats = (*FORMATS, "HEIF") if _may_be_heic(file) and supports_heic() else FORMATS
+        formats = (*FORMATS, "HEIF") if is_heic(file) and supports_heic() else FORMATS
         with Image.open(opened, formats=formats) as image:
             size = image.size
             if image.width * image.height > MAX_PIXELS:
@@ -124,14 +131,14 @@ def open_image(
         raise BadImage(path, f"it cannot be decoded ({error})") from error
 
 
-def _may_be_heic(file: str | os.PathLike[str] | bytes) -> bool:
+def is_heic(file: str | os.PathLike[str] | bytes) -> bool:
     """Return whether a file starts as HEIC files do: others do not need its decoder."""
     if isinstance(file, bytes):
-        start = file[:8]
+        start = file[:12]
     else:
         with open(file, "rb") as opened:
-            start = opened.read(8)
-    return start[4:] == b"ftyp"
+            start = opened.read(12)
+    return start[4:8] == b"ftyp" and start[8:] in HEIC_BRANDS
 
 
 def apply_exif_orientation(image: Image.Image) -> Image.Image:

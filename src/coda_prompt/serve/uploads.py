@@ -17,6 +17,7 @@ from coda_prompt.data.images import (
     FORMATS,
     SUFFIXES,
     convert_channels,
+    is_heic,
     open_image,
     supports_heic,
 )
@@ -31,8 +32,6 @@ MAX_ZIP_ENTRIES, MAX_UNZIPPED_BYTES = 10_000, 256 * 2**20
 MAX_LABEL_LENGTH = 100
 PREVIEW_SIZE = 512
 """Pixels of the longer side of a preview."""
-HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
-"""What follows `ftyp` at the start of a HEIC file."""
 
 
 class RequestError(CodaError):
@@ -79,7 +78,7 @@ def check_total_pixels(images: Sequence[tuple[str, bytes]]) -> None:
 
 
 def _count_pixels(content: bytes, name: str) -> int:
-    heic = content[4:8] == b"ftyp" and content[8:12] in HEIC_BRANDS
+    heic = is_heic(content)
     formats = (*FORMATS, "HEIF") if heic and supports_heic() else FORMATS
     try:
         with Image.open(io.BytesIO(content), formats=formats) as image:
