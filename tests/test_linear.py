@@ -106,6 +106,15 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     assert "_copies" not in layer.state_dict()
 
 
+def test_copies_are_freed_when_the_layer_trains() -> None:
+    layer, inputs = frozen(), torch.randn(2, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(inputs)
+        assert layer._copies
+        layer.requires_grad_(True)(inputs)
+    assert not layer._copies
+
+
 def test_bfloat16_gives_the_same_numbers_without_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

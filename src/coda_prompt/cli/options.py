@@ -73,7 +73,7 @@ Fast = Annotated[
     typer.Option(
         "--fast",
         help="Train faster: one augmented view for every two epochs, whose query is computed "
-        "once, and bfloat16 where the processor has it. Changes results slightly.",
+        "once, and bfloat16 where it is faster. Changes results slightly.",
     ),
 ]
 FastPredictions = Annotated[

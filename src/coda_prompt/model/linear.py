@@ -110,6 +110,8 @@ class Linear(nn.Linear):
             rows: Only these rows of the weights.
         """
         frozen = not (self.weight.requires_grad or self.bias.requires_grad)
+        if not frozen:
+            self._copies.clear()
         if not frozen or device == "meta" or torch.compiler.is_compiling():
             return self._weights(rows), False
         casts = self.weight.is_leaf and torch.is_autocast_enabled(device)

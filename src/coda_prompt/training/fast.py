@@ -1,4 +1,4 @@
-"""The recipe of `--fast`: fewer queries to compute, and bfloat16 where the processor has it.
+"""The recipe of `--fast`: fewer queries to compute, and bfloat16 where it is faster.
 
 docs/lab/performance.md has operations and times. Not part of it, because they gain nothing on top:
 token merging in the query pass (that pass is a fifth of what is left), larger batches for queries
@@ -40,5 +40,7 @@ def fast_precision(device: str = "auto") -> Precision:
 
 def describe_fast(views: str, precision: str) -> str:
     """Say what `--fast` does here."""
-    arithmetic = "bfloat16" if precision == "bf16-mixed" else "float32 (no bfloat16 here)"
+    arithmetic = (
+        "bfloat16" if precision == "bf16-mixed" else "float32 (bfloat16 is not faster here)"
+    )
     return f"--fast: {views} per image, each with one query; products in {arithmetic}"
