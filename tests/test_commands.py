@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from drawings import NAMES, drawings, taught
@@ -96,17 +97,34 @@ def test_quiet_prints_the_result_only(model: Path, png: Path) -> None:
     assert isinstance(refused.exception, BadOption)
 
 
-def test_fast_predictions_are_close_to_exact_ones(model: Path, png: Path) -> None:
+def test_predictions_in_bfloat16_are_close_to_those_in_float32(model: Path, png: Path) -> None:
     answers = []
-    for fast in ([], ["--fast"]):
-        done = coda("predict", model, png, "--json", "--unknown", "auto", *fast)
-        answers.append(json.loads(done.stdout)[0])
-    exact, fast = answers
-    assert fast["best"] == exact["best"]
-    assert fast["probability"] == pytest.approx(exact["probability"], abs=0.02)
-    assert fast["typicality"] == pytest.approx(exact["typicality"], abs=0.05)
-    if fast_precision("cpu") == "bf16-mixed":
-        assert fast["probability"] != exact["probability"]
+    for precision in ("32-true", "bf16-mixed"):
+        arguments = ("predict", model, png, "--json", "--unknown", "auto", "--precision", precision)
+        answers.append(json.loads(coda(*arguments).stdout)[0])
+    exact, rounded = answers
+    assert rounded["best"] == exact["best"]
+    assert rounded["probability"] == pytest.approx(exact["probability"], abs=0.02)
+    assert rounded["probability"] != exact["probability"]
+    assert rounded["typicality"] == pytest.approx(exact["typicality"], abs=0.05)
+
+
+def test_photographs_are_predicted_in_the_fastest_precision(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (6, 64, 64, 3), np.uint8)
+    classifier = ContinualClassifier("photo", device="cpu", verbose=False)
+    classifier.learn(list(images), list("ababab"), validation=0)
+    classifier.save(tmp_path / "model")
+    Image.fromarray(images[0]).save(tmp_path / "image.png")
+    probabilities = []
+    for precision in ([], ["--precision", "32-true"], ["--precision", "bf16-mixed"]):
+        done = coda("predict", tmp_path / "model", tmp_path / "image.png", "--json", *precision)
+        probabilities.append(json.loads(done.stdout)[0]["probability"])
+    default, exact, rounded = probabilities
+    assert exact != rounded
+    assert default == (rounded if fast_precision("cpu") == "bf16-mixed" else exact)
+    assert classifier(images[:1])[0].probability == default
+    loaded = ContinualClassifier.load(tmp_path / "model", device="cpu", precision="32-true")
+    assert loaded(images[:1])[0].probability == exact
 
 
 def test_predict_watches_a_folder(model: Path, png: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from small import PLAIN_VIEWS, tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.errors import BadOption
+from coda_prompt.model.catalog import load_backbone
 from coda_prompt.training.devices import Devices
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.local import LocalDevice, find_device
+from coda_prompt.training.local import LocalDevice, Precision, find_device
 
 
 def test_a_prediction_imports_neither_fabric_nor_the_engine() -> None:
@@ -57,16 +58,26 @@ def test_a_device_that_is_not_here_is_refused(
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_fast_predictions_use_bfloat16_where_it_exists(
-    supported: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("precision", [None, "32-true", "bf16-mixed"])
+def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
+    supported: bool, precision: Precision | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: supported)
-    for fast in (True, False):
-        with find_device("auto", fast=fast).autocast():
+    device = find_device("auto", precision)
+    assert isinstance(device, LocalDevice)
+    for backbone in ("photo", "pocket"):
+        with device.for_backbone(load_backbone(backbone).vit.config.width).autocast():
             product = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert product.dtype == (torch.bfloat16 if fast and supported else torch.float32)
+        fastest = "bf16-mixed" if supported and backbone == "photo" else "32-true"
+        expected = (precision or fastest) == "bf16-mixed"
+        assert product.dtype == (torch.bfloat16 if expected else torch.float32)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(BadOption, match="'bfloat16' is not one of 32-true, bf16-mixed"):
+        find_device("cpu", "bfloat16")  # type: ignore[arg-type]
 
 
 def test_a_fabric_prints_nothing_about_its_precision(caplog: pytest.LogCaptureFixture) -> None:

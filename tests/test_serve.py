@@ -133,10 +133,10 @@ def test_predictions_equal_those_of_the_classifier(client: httpx.Client, model: 
             assert not prediction["unknown"]
 
 
-def test_fast_service_answers_like_the_exact_one(model: Path) -> None:
+def test_service_in_bfloat16_answers_like_the_classifier_in_float32(model: Path) -> None:
     images, _ = drawings(range(6), 3, test=True)
     expected = ContinualClassifier.load(model).predict_proba(images)
-    with served(str(model), "--fast") as client:
+    with served(str(model), "--precision", "bf16-mixed") as client:
         answers = client.post("/v1/predict", files=files(images)).json()["predictions"]
     found = [answer["probability"] for answer in answers]
     np.testing.assert_allclose(found, expected.max(axis=1), atol=0.03)

@@ -25,6 +25,7 @@ def test_parameters_are_the_arguments_of_the_constructor() -> None:
         "options": {"width": 64},
         "training": {"seed": 3},
         "device": "auto",
+        "precision": None,
         "verbose": False,
     }
     assert classifier.get_params()["options__width"] == 64

@@ -115,6 +115,7 @@ def evaluate(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     device: options.Device = "auto",
+    precision: options.PredictionPrecision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     *,
@@ -127,7 +128,9 @@ def evaluate(
 
     if picture is not None:
         check_picture(picture)
-    classifier = ContinualClassifier.load(model, backbone=backbone, method=method, device=device)
+    classifier = ContinualClassifier.load(
+        model, backbone=backbone, method=method, device=device, precision=precision
+    )
     with LearnerProgress(output.quiet) as progress:
         evaluation = classifier.evaluate(
             folder,

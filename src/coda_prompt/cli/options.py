@@ -76,12 +76,12 @@ Fast = Annotated[
         "once, and bfloat16 where it is faster. Changes results slightly.",
     ),
 ]
-FastPredictions = Annotated[
-    bool,
+PredictionPrecision = Annotated[
+    Literal["32-true", "bf16-mixed"] | None,
     typer.Option(
-        "--fast",
-        help="Predict in bfloat16 if the processor has it: faster, and probabilities change "
-        "slightly.",
+        "--precision",
+        help="Floating-point precision of predictions. Default: bfloat16 for photographs where "
+        "that is faster, else 32-true, which gives the same answers on every processor.",
     ),
 ]
 Views = Annotated[

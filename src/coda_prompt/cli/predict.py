@@ -43,7 +43,7 @@ def predict(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     device: options.Device = "auto",
-    fast: options.FastPredictions = False,
+    precision: options.PredictionPrecision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     as_csv: options.AsCsv = False,
@@ -67,7 +67,7 @@ def predict(
     if sum((bool(images), watch is not None, camera is not None)) > 1:
         problem = "name images, or use --watch or --camera; not several of them"
         raise BadOption("coda predict", "images", problem)
-    fabric = find_device(device, fast=fast)
+    fabric = find_device(device, precision)
     classifier = SavedEstimator.load(model, backbone=backbone, method=method, fabric=fabric)
     answer: dict[str, Any] = {"top": top, "rule": rule}
     if watch is not None or camera is not None:

@@ -14,7 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_prompt.cli.options import AsJson, BackboneFile, Device, FastPredictions, MethodFile
+from coda_prompt.cli.options import (
+    AsJson,
+    BackboneFile,
+    Device,
+    MethodFile,
+    PredictionPrecision,
+)
 from coda_prompt.console import print_json, print_message
 from coda_prompt.errors import BadOption, MissingExtra
 
@@ -52,7 +58,7 @@ def serve(
     backbone: BackboneFile = None,
     method: MethodFile = None,
     device: Device = "auto",
-    fast: FastPredictions = False,
+    precision: PredictionPrecision = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model over HTTP: predict, learn, and a web page to show and teach."""
@@ -73,8 +79,10 @@ def serve(
         raise BadOption("coda serve", "token", problem)
     policy = AccessPolicy(token, LOOPBACK if local else None)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
-        parts = {"backbone": backbone, "method": method} if model is not None else {}
-        settings: dict[str, Any] = {"batching": batching, "device": device, "fast": fast, **parts}
+        parts: dict[str, Any] = {}
+        if model is not None:
+            parts = {"backbone": backbone, "method": method}
+        settings = {"batching": batching, "device": device, "precision": precision, **parts}
         services = {
             name: Service(folder, temporary=model is None, **settings)
             for name, folder in folders.items()

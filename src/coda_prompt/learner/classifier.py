@@ -53,6 +53,8 @@ class ContinualClassifier(EditableEstimator):
         options: Options of the method (`coda methods NAME` lists them), such as `{"width": 256}`.
         training: Options of the training: `epochs`, `batch_size`, `learning_rate`, `seed`, ...
         device: `auto`, `cpu`, `cuda` or `mps`.
+        precision: Of predictions: `32-true` or `bf16-mixed`. Default: bfloat16 for backbones like
+            `photo` where that is faster (some processors, most GPUs), else float32.
         verbose: Show progress on standard error, and warn (`warnings.warn`) about images that
             should be checked. Without it, warnings are only in the result of `learn`.
         fabric: A launched Fabric, instead of `device`: the devices that share the work. Every

@@ -14,7 +14,7 @@ from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.training.local import LocalDevice, find_device
+from coda_prompt.training.local import LocalDevice, Precision, find_device
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -39,12 +39,13 @@ class Estimator:
         options: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
         device: str = "auto",
+        precision: Precision | None = None,
         verbose: bool = True,
         fabric: Fabric | LocalDevice | None = None,
         **more: Any,
     ) -> None:
         self.backbone, self.method, self.device = backbone, method, device
-        self.verbose, self.fabric = verbose, fabric
+        self.precision, self.verbose, self.fabric = precision, verbose, fabric
         # Keywords of the earlier style: ContinualClassifier(width=256, epochs=3).
         of_training = {name: more.pop(name) for name in list(more) if name in TRAINING_FIELDS}
         self.options = {**(options or {}), **more} if more else options
@@ -141,7 +142,7 @@ class Estimator:
 
     def _build(self, backbone: str | LoadedBackbone) -> Network:
         """Load a backbone and make the method on it, with nothing learned."""
-        fabric = self.fabric or find_device(self.device)
+        fabric = self.fabric or find_device(self.device, self.precision)
         return Network(backbone, self._entry, self.options or {}, self.training or {}, fabric)
 
     @property

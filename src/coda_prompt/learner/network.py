@@ -26,12 +26,11 @@ from coda_prompt.model.catalog import LoadedBackbone, load_backbone
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.loading import Views
+from coda_prompt.training.local import LocalDevice
 from coda_prompt.training.settings import Training
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
-
-    from coda_prompt.training.local import LocalDevice
 
 MAX_PROJECTION = 2048
 """Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
@@ -64,8 +63,11 @@ class Network:
         training: Mapping[str, Any],
         fabric: Fabric | LocalDevice,
     ) -> None:
-        self.entry, self.fabric = entry, fabric
+        self.entry = entry
         self.backbone = load_backbone(backbone) if isinstance(backbone, str) else backbone
+        if isinstance(fabric, LocalDevice):
+            fabric = fabric.for_backbone(self.backbone.vit.config.width)
+        self.fabric = fabric
         self.backbone_name = self.backbone.name
         self.number, self.edits = 0, list[EditRecord]()
         """Number of the version, and what was edited."""

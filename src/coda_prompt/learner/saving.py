@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from coda_prompt.training.checkpointing import Checkpointer
-    from coda_prompt.training.local import LocalDevice
+    from coda_prompt.training.local import LocalDevice, Precision
 
 
 class SavedEstimator(Estimator):
@@ -126,6 +126,7 @@ class SavedEstimator(Estimator):
         backbone: str | LoadedBackbone | None = None,
         method: str | None = None,
         device: str = "auto",
+        precision: Precision | None = None,
         verbose: bool = True,
         fabric: Fabric | LocalDevice | None = None,
     ) -> Self:
@@ -139,6 +140,7 @@ class SavedEstimator(Estimator):
             method: `path/to/file.py:Class`, required if the model was made with a method of your
                 own: a model stores the class name and the hash of the file, but no code.
             device: `auto`, `cpu`, `cuda` or `mps`.
+            precision: As in the constructor.
             verbose: As in the constructor.
             fabric: A launched Fabric, or what `find_device` returns, instead of `device`.
 
@@ -161,6 +163,7 @@ class SavedEstimator(Estimator):
             options=model.description.options,
             training=training,
             device=device,
+            precision=precision,
             verbose=verbose,
             fabric=fabric,
         )
@@ -188,6 +191,7 @@ class SavedEstimator(Estimator):
         backbone: str | None = None,
         method: str | None = None,
         device: str = "auto",
+        precision: Precision | None = None,
         token: str | None = None,
         endpoint: str | None = None,
     ) -> Self:
@@ -199,6 +203,7 @@ class SavedEstimator(Estimator):
             backbone: As in `load`.
             method: As in `load`.
             device: As in `load`.
+            precision: As in the constructor.
             token: Access token of the hub.
             endpoint: URL of another hub.
         """
@@ -206,7 +211,7 @@ class SavedEstimator(Estimator):
             from coda_prompt.learner.hub import download_model
 
             name = download_model(str(name), revision, token, endpoint)
-        return cls.load(name, backbone=backbone, method=method, device=device)
+        return cls.load(name, backbone=backbone, method=method, device=device, precision=precision)
 
     def push_to_hub(
         self,

@@ -29,7 +29,7 @@ from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
 from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
-from coda_prompt.training.local import find_device
+from coda_prompt.training.local import Precision, find_device
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
@@ -125,7 +125,7 @@ class Service:
         folder: The model folder.
         batching: Whether concurrent requests share forward passes.
         device: `auto`, `cpu`, `cuda` or `mps`.
-        fast: Compute predictions in bfloat16 if the device has it.
+        precision: Of predictions; as in `ContinualClassifier`.
         backbone: As in `ContinualClassifier.load`.
         method: As in `ContinualClassifier.load`.
         temporary: Whether the folder is deleted when the service stops.
@@ -137,13 +137,13 @@ class Service:
         *,
         batching: bool,
         device: str,
-        fast: bool = False,
+        precision: Precision | None = None,
         backbone: str | None = None,
         method: str | None = None,
         temporary: bool = False,
     ) -> None:
         self.folder, self.device, self.temporary = folder, device, temporary
-        self.fabric = find_device(device, fast=fast)
+        self.fabric = find_device(device, precision)
         self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
         self.current = self._read(None)
         self.process = LearningProcess(folder, self.parts)

@@ -9,14 +9,11 @@ prompts (gradients of prompts in the first blocks pass through all later ones).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 
 from coda_prompt.model.processor import multiplies_bfloat16
-
-if TYPE_CHECKING:
-    from coda_prompt.training.devices import Precision
 
 EPOCHS_PER_VIEW = 2
 """With three, CODA-P loses 1.3 points on pocket; with two, nothing (docs/lab/performance.md)."""
@@ -27,7 +24,7 @@ def fast_views(epochs: int) -> int:
     return math.ceil(epochs / EPOCHS_PER_VIEW)
 
 
-def fast_precision(device: str = "auto") -> Precision:
+def fast_precision(device: str = "auto") -> Literal["32-true", "bf16-mixed"]:
     """Return the fastest precision that does not change weights on this device."""
     if device in ("auto", "cuda") and torch.cuda.is_available():
         supported = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from coda_prompt.training.fast import fast_precision
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
+Precision = Literal["32-true", "bf16-mixed"]
+"""Of predictions."""
+WIDE = 256
+"""Width from which a backbone gains for every batch if its products are computed in bfloat16."""
 EXTERNAL = frozenset({"WORLD_SIZE", "SLURM_STEP_ID"})
 """Environment variables of processes that torchrun or Slurm started."""
 
@@ -25,13 +29,23 @@ class LocalDevice:
     """A device with the attributes of a `Fabric` of one process."""
 
     device: torch.device
-    bfloat16: bool = False
-    """Compute products in bfloat16 instead of float32."""
+    precision: Precision | None = None
+    """Of products; None until `for_backbone` chooses it, which is float32."""
     global_rank: ClassVar[int] = 0
     world_size: ClassVar[int] = 1
 
+    def for_backbone(self, width: int) -> LocalDevice:
+        """Return this device with the fastest precision for a backbone, unless one was asked for.
+
+        bfloat16 changes no accuracy beyond half a point (docs/lab/performance.md).
+        """
+        if self.precision is not None:
+            return self
+        fastest = fast_precision(self.device.type) if width >= WIDE else "32-true"
+        return replace(self, precision=fastest)
+
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        if not self.bfloat16:
+        if self.precision != "bf16-mixed":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
@@ -39,25 +53,27 @@ class LocalDevice:
         return data
 
 
-def find_device(name: str, *, fast: bool = False) -> Fabric | LocalDevice:
+def find_device(name: str, precision: Precision | None = None) -> Fabric | LocalDevice:
     """Return a device of this machine.
 
     Args:
         name: `auto`, `cpu`, `cuda` or `mps`.
-        fast: Compute in bfloat16 if the device has it.
+        precision: Of predictions; by default the fastest one for the backbone.
 
     Raises:
-        BadOption: There is no such device.
+        BadOption: There is no such device or precision.
     """
     check_device(name)
-    precision = fast_precision(name) if fast else "32-true"
+    if precision is not None and precision not in get_args(Precision):
+        names = join_names(get_args(Precision))
+        raise BadOption("", "precision", f"'{precision}' is not one of {names}")
     if EXTERNAL & os.environ.keys():
         from coda_prompt.training.devices import Devices
 
-        return Devices(name, precision=precision).fabric()
+        return Devices(name, precision=precision or "32-true").fabric()
     kind = _available()[0] if name == "auto" else name
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    return LocalDevice(device, bfloat16=precision == "bf16-mixed")
+    return LocalDevice(device, precision)
 
 
 def check_device(name: str) -> None:
