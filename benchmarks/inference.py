@@ -115,7 +115,7 @@ def torch_run(
 
 
 def variants(module: nn.Module, held_out: Tensor, folder: Path, threads: int) -> dict[str, Run]:
-    """Return ways to compute the same outputs; the first one is the present one."""
+    """Return ways to compute the same outputs; the first one is torch in float32."""
     plain, prepared = folder / "float32.onnx", folder / "prepared.onnx"
     dynamic, static = folder / "dynamic.onnx", folder / "static.onnx"
     export(module, held_out[:2], plain)

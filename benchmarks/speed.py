@@ -66,6 +66,7 @@ TRAINED = (
     ("pocket", 16),  # first: its short operations suffer most from a large heap
     ("ViT-S/14, 112 px", 16),
     ("ViT-S/14, 112 px", 64),
+    ("ViT-S/14, 112 px", 128),  # the paper's batch
     ("ViT-S/16", 16),
     ("ViT-B/16", 16),
 )
