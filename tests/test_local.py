@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning_fabric import Fabric
 from small import PLAIN_VIEWS, tiny_vit
 
-from coda_prompt import methods
+from coda_prompt import ContinualClassifier, methods
 from coda_prompt.errors import BadOption
 from coda_prompt.model.catalog import load_backbone
+from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.serve.learning import Teacher
+from coda_prompt.serve.service import Service
 from coda_prompt.training.devices import Devices
 from coda_prompt.training.engine import Engine
-from coda_prompt.training.local import LocalDevice, Precision, find_device
+from coda_prompt.training.local import LocalDevice, PredictionPrecision, find_device
 
 
 def test_a_prediction_imports_neither_fabric_nor_the_engine() -> None:
@@ -60,7 +66,7 @@ def test_a_device_that_is_not_here_is_refused(
 @pytest.mark.parametrize("supported", [True, False])
 @pytest.mark.parametrize("precision", [None, "32-true", "bf16-mixed"])
 def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
-    supported: bool, precision: Precision | None, monkeypatch: pytest.MonkeyPatch
+    supported: bool, precision: PredictionPrecision | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -68,11 +74,60 @@ def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
     device = find_device("auto", precision)
     assert isinstance(device, LocalDevice)
     for backbone in ("photo", "pocket"):
-        with device.for_backbone(load_backbone(backbone).vit.config.width).autocast():
+        with device.for_backbone(load_backbone(backbone).vit).autocast():
             product = torch.ones(2, 2) @ torch.ones(2, 2)
         fastest = "bf16-mixed" if supported and backbone == "photo" else "32-true"
         expected = (precision or fastest) == "bf16-mixed"
         assert product.dtype == (torch.bfloat16 if expected else torch.float32)
+
+
+def test_classifiers_predict_in_the_fastest_precision_and_learn_in_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: True)
+    images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), np.uint8)
+    classifier = ContinualClassifier("photo", device="cpu", verbose=False)
+    classifier.learn(list(images), list("abab"), validation=0)
+    classifier.predict(images)
+    layer = classifier.network.backbone.vit.blocks[0].mlp.fc1
+    assert {copy.dtype for *_, copy in layer._copies.values()} == {torch.bfloat16}
+    classifier.save(tmp_path / "model")
+    exact = ContinualClassifier("photo", device="cpu", precision="32-true", verbose=False)
+    exact.learn(list(images), list("abab"), validation=0)
+    for name, tensor in exact.network.tensors().items():
+        assert torch.equal(tensor, classifier.network.tensors()[name]), name
+    for load in (ContinualClassifier.load, ContinualClassifier.from_pretrained):
+        loaded = load(tmp_path / "model", device="cpu")
+        assert loaded.network.fabric.precision == "bf16-mixed"
+        loaded = load(tmp_path / "model", device="cpu", precision="32-true")
+        assert loaded.network.fabric.precision == "32-true"
+
+
+def test_weights_are_packed_for_predictions_in_float32_only() -> None:
+    for precision, packs in (("32-true", True), ("bf16-mixed", False)):
+        network = ContinualClassifier("pocket", device="cpu", precision=precision).network
+        network.predictor.pack()
+        assert network.backbone.vit.blocks[0].mlp.fc1.packs == packs
+
+
+def test_the_service_and_its_learning_process_predict_in_the_same_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: True)
+    ContinualClassifier("photo", device="cpu").save(tmp_path)
+    for asked, used in ((None, "bf16-mixed"), ("32-true", "32-true")):
+        service = Service(tmp_path, batching=True, device="cpu", precision=asked)
+        teacher = Teacher(tmp_path, json.loads(service.process._command[-1]))
+        for classifier in (service.current.classifier, teacher._current()):
+            assert classifier.network.fabric == LocalDevice(torch.device("cpu"), used)
+
+
+def test_a_backbone_in_float64_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: True)
+    vit = ViT(ViTConfig(width=256, heads=4, mlp_width=64, depth=1))
+    device = LocalDevice(torch.device("cpu"))
+    assert device.for_backbone(vit).precision == "bf16-mixed"
+    assert device.for_backbone(vit.double()).precision == "32-true"
 
 
 def test_an_unknown_precision_is_refused() -> None:
@@ -88,7 +143,10 @@ def test_a_fabric_prints_nothing_about_its_precision(caplog: pytest.LogCaptureFi
 
 def test_processes_of_torchrun_get_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert isinstance(find_device("cpu"), Fabric)
+    for asked, used in ((None, "32-true"), ("bf16-mixed", "bf16-mixed")):
+        fabric = find_device("cpu", asked)  # type: ignore[arg-type]
+        assert isinstance(fabric, Fabric)
+        assert fabric.strategy.precision.precision == used
 
 
 def test_an_engine_takes_a_local_device() -> None:

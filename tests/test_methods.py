@@ -22,6 +22,7 @@ from coda_prompt.errors import (
     UnknownName,
 )
 from coda_prompt.methods import TrainingBatch
+from coda_prompt.methods.head import Head
 from coda_prompt.methods.shrinkage import shrink_covariance
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.loading import batches
@@ -199,6 +200,16 @@ def test_a_file_without_a_usable_method_is_refused(
 def test_a_missing_method_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadMethod, match="No such file"):
         methods.find(f"{tmp_path}/nowhere.py:Mine")
+
+
+def test_logits_are_not_rounded_in_bfloat16() -> None:
+    head = Head(8)
+    head.begin_task((0, 1, 2), torch.Generator().manual_seed(0), None)
+    features, labels = torch.randn(5, 8), torch.tensor([0, 1, 2, 0, 1])
+    exact = head(features), head.masked_loss(features, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(head(features), exact[0])
+        assert torch.equal(head.masked_loss(features, labels), exact[1])
 
 
 def test_new_classes_must_follow_the_known_ones() -> None:

@@ -53,6 +53,7 @@ def test_own_limit_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"GenuineIntel", False, 0, False),
         (b"AuthenticAMD", True, 0, True),
         (b"AuthenticAMD", False, 0, False),
+        (bytes(4), True, 0, False),  # cpuid cannot be read
     ],
 )
 def test_where_bfloat16_is_faster(
@@ -70,6 +71,8 @@ def test_where_bfloat16_is_faster(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
     monkeypatch.setattr(processor, "_cpuid", cpuid)
     assert processor.multiplies_bfloat16() == faster
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not processor.multiplies_bfloat16()
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what cpuid reports")
@@ -78,7 +81,7 @@ def test_cpuid_on_this_processor() -> None:
         pytest.skip("cpuid is an instruction of x86")
     reported = Path("/proc/cpuinfo").read_text()
     assert processor._cpuid(0, "ebx").to_bytes(4, "little").decode() in reported
-    assert processor._is_intel() == ("GenuineIntel" in reported)
+    assert processor._is_amd() == ("AuthenticAMD" in reported)
 
 
 def test_products_in_bfloat16_on_this_processor() -> None:

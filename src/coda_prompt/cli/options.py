@@ -80,8 +80,8 @@ PredictionPrecision = Annotated[
     Literal["32-true", "bf16-mixed"] | None,
     typer.Option(
         "--precision",
-        help="Floating-point precision of predictions. Default: bfloat16 for photographs where "
-        "that is faster, else 32-true, which gives the same answers on every processor.",
+        help="Floating-point precision of predictions. Default: bfloat16 where that is faster and "
+        "the backbone as wide as `photo`, else 32-true, whose answers differ by rounding only.",
     ),
 ]
 Views = Annotated[

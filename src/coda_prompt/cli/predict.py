@@ -131,7 +131,7 @@ def _live_rows(
     from coda_prompt.data.live import camera_frames, new_files
     from coda_prompt.shutdown import ShutdownFlag
 
-    predictor.method.backbone.pack()
+    predictor.pack()
     stop = ShutdownFlag()
     with stop.handling_signals():
         arriving: Iterator[tuple[str, Any]]

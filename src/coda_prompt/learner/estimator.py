@@ -14,7 +14,7 @@ from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.training.local import LocalDevice, Precision, find_device
+from coda_prompt.training.local import LocalDevice, PredictionPrecision, find_device
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -39,7 +39,7 @@ class Estimator:
         options: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
         device: str = "auto",
-        precision: Precision | None = None,
+        precision: PredictionPrecision | None = None,
         verbose: bool = True,
         fabric: Fabric | LocalDevice | None = None,
         **more: Any,

@@ -66,7 +66,7 @@ class Network:
         self.entry = entry
         self.backbone = load_backbone(backbone) if isinstance(backbone, str) else backbone
         if isinstance(fabric, LocalDevice):
-            fabric = fabric.for_backbone(self.backbone.vit.config.width)
+            fabric = fabric.for_backbone(self.backbone.vit)
         self.fabric = fabric
         self.backbone_name = self.backbone.name
         self.number, self.edits = 0, list[EditRecord]()

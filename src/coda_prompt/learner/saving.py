@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from coda_prompt.training.checkpointing import Checkpointer
-    from coda_prompt.training.local import LocalDevice, Precision
+    from coda_prompt.training.local import LocalDevice, PredictionPrecision
 
 
 class SavedEstimator(Estimator):
@@ -126,7 +126,7 @@ class SavedEstimator(Estimator):
         backbone: str | LoadedBackbone | None = None,
         method: str | None = None,
         device: str = "auto",
-        precision: Precision | None = None,
+        precision: PredictionPrecision | None = None,
         verbose: bool = True,
         fabric: Fabric | LocalDevice | None = None,
     ) -> Self:
@@ -191,7 +191,7 @@ class SavedEstimator(Estimator):
         backbone: str | None = None,
         method: str | None = None,
         device: str = "auto",
-        precision: Precision | None = None,
+        precision: PredictionPrecision | None = None,
         token: str | None = None,
         endpoint: str | None = None,
     ) -> Self:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.methods.bank import Bank
+from coda_prompt.model.linear import full_precision
 
 
 class Head(nn.Module):
@@ -47,10 +48,10 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """B x classes."""
-        logits = F.linear(features, self.weight.frozen, self.bias.frozen)
+        logits = _logits(features, self.weight.frozen, self.bias.frozen)
         if self.weight.trainable is None or self.weight.reopened is None:
             return logits
-        trained = F.linear(features, self.weight.trainable, self.bias.trainable)
+        trained = _logits(features, self.weight.trainable, self.bias.trainable)
         return logits.index_copy(1, self.weight.reopened, trained.to(logits.dtype))
 
     def masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class Head(nn.Module):
         assert self.weight.trainable is not None
         if len(rows) == 1:
             return F.cross_entropy(self(features), labels, reduction="none")
-        logits = F.linear(features, self.weight.trainable, self.bias.trainable)
+        logits = _logits(features, self.weight.trainable, self.bias.trainable)
         return F.cross_entropy(logits, torch.searchsorted(rows, labels), reduction="none")
 
     def _imprinted(self, means: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,3 +76,9 @@ class Head(nn.Module):
             # The expected length of a row that nn.Linear would have drawn.
             length, bias = means.new_tensor(3**-0.5), means.new_zeros(())
         return F.normalize(means, dim=1) * length, bias.expand(len(means))
+
+
+def _logits(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute features W' + b in full precision: rounded logits of two classes may be equal."""
+    with full_precision(features.device):
+        return F.linear(features.to(weight), weight, bias)

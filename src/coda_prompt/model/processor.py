@@ -18,16 +18,16 @@ _TILES = 0x1D
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor multiplies matrices in bfloat16 faster than in float32.
+    """Return whether this processor is known to multiply bfloat16 faster than float32.
 
-    Intel's AVX512_BF16 alone is not: its products took 1.6 times as long as those in float32 on a
-    Xeon of 2023 (docs/lab/performance.md). AMX is, and so is AMD's AVX512_BF16.
+    AMX does, and so does AMD's AVX512_BF16. Intel's AVX512_BF16 alone does not: its products took
+    1.6 times as long as those in float32 on a Xeon of 2023 (docs/lab/performance.md). Nor does ARM:
+    packed weights get the slowest kernels there (https://github.com/pytorch/pytorch/issues/180447).
     """
-    if platform.machine() in _X86:  # where oneDNN also supports emulating them
-        has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-        return bool(has_instructions()) and (_reports_amx_tiles() or not _is_intel())
-    onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    if platform.machine() not in _X86 or not has_instructions():
+        return False
+    return _reports_amx_tiles() or _is_amd()
 
 
 def disable_broken_amx() -> None:
@@ -49,8 +49,8 @@ def _reports_amx_tiles() -> bool:
     return _reports_amx() and _cpuid(_TILES, "eax") > 0
 
 
-def _is_intel() -> bool:
-    return _cpuid(0, "ebx") == int.from_bytes(b"Genu", "little")  # of GenuineIntel
+def _is_amd() -> bool:
+    return _cpuid(0, "ebx") == int.from_bytes(b"Auth", "little")  # of AuthenticAMD
 
 
 @functools.cache

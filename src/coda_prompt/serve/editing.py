@@ -123,7 +123,7 @@ async def merge(request: Request, service: CurrentService) -> dict[str, Any]:
     def change(classifier: ContinualClassifier) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / store.MODEL).write_bytes(content)
-            other = ContinualClassifier.load(folder, device=service.device, **service.parts)
+            other = ContinualClassifier.load(folder, **service.options)
         editing.join(classifier, [other])
 
     return await _edit(service, change)

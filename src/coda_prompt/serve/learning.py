@@ -103,8 +103,8 @@ class ExampleDataset:
 class Teacher:
     """Runs lessons on a model folder, with the model in memory from one lesson to the next."""
 
-    def __init__(self, model: Path, parts: dict[str, Any]) -> None:
-        self.model, self.parts = model, parts
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
         self._classifier: ContinualClassifier | None = None
         self._sha256: str | None = None
         self._check_images = CheckImages()
@@ -169,11 +169,11 @@ class Teacher:
         """Return the model in the folder, read again if it is another one than the last."""
         sha256, classifier = store.model_sha256(self.model), self._classifier
         if classifier is None or sha256 != self._sha256:
-            parts = self.parts
+            options = self.options
             if classifier is not None:
-                parts = {**parts, "backbone": classifier.network.backbone}
+                options = {**options, "backbone": classifier.network.backbone}
             self._classifier = classifier = ContinualClassifier.load(
-                self.model, verbose=False, **parts
+                self.model, verbose=False, **options
             )
             self._sha256 = sha256
         return classifier

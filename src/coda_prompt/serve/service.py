@@ -29,7 +29,7 @@ from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
 from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
-from coda_prompt.training.local import Precision, find_device
+from coda_prompt.training.local import PredictionPrecision, find_device
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
@@ -137,16 +137,18 @@ class Service:
         *,
         batching: bool,
         device: str,
-        precision: Precision | None = None,
+        precision: PredictionPrecision | None = None,
         backbone: str | None = None,
         method: str | None = None,
         temporary: bool = False,
     ) -> None:
-        self.folder, self.device, self.temporary = folder, device, temporary
+        self.folder, self.temporary = folder, temporary
         self.fabric = find_device(device, precision)
         self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
+        self.options = {"device": device, "precision": precision, **self.parts}
+        """How other processes load the model."""
         self.current = self._read(None)
-        self.process = LearningProcess(folder, self.parts)
+        self.process = LearningProcess(folder, self.options)
         self.changes = Changes()
         self.closing = False
         self.jobs: dict[str, Job] = {}
@@ -226,8 +228,7 @@ class Service:
         """Change the model on disk, which may be newer than the current version, and read it."""
 
         def edit() -> Result:
-            parts = {"device": self.device, **self.parts}
-            with edited(self.folder, forgets=forgets, **parts) as classifier:
+            with edited(self.folder, forgets=forgets, **self.options) as classifier:
                 return change(classifier)
 
         return await self._change(edit)
@@ -349,7 +350,7 @@ class Service:
         classifier = ContinualClassifier.load(
             self.folder, fabric=self.fabric, verbose=False, **parts
         )
-        classifier.network.backbone.vit.pack()  # lessons run in another process
+        classifier.network.predictor.pack()  # lessons run in another process
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))

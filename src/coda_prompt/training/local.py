@@ -16,10 +16,12 @@ from coda_prompt.training.fast import fast_precision
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-Precision = Literal["32-true", "bf16-mixed"]
-"""Of predictions."""
+    from coda_prompt.model.vit import ViT
+
+PredictionPrecision = Literal["32-true", "bf16-mixed"]
+"""Precision of the products in predictions: float32 or bfloat16."""
 WIDE = 256
-"""Width from which a backbone gains for every batch if its products are computed in bfloat16."""
+"""Width from which bfloat16 makes predictions faster, also for one image."""
 EXTERNAL = frozenset({"WORLD_SIZE", "SLURM_STEP_ID"})
 """Environment variables of processes that torchrun or Slurm started."""
 
@@ -29,20 +31,20 @@ class LocalDevice:
     """A device with the attributes of a `Fabric` of one process."""
 
     device: torch.device
-    precision: Precision | None = None
-    """Of products; None until `for_backbone` chooses it, which is float32."""
+    precision: PredictionPrecision | None = None
+    """None if nobody asked for one: float32 until `for_backbone` chooses."""
     global_rank: ClassVar[int] = 0
     world_size: ClassVar[int] = 1
 
-    def for_backbone(self, width: int) -> LocalDevice:
+    def for_backbone(self, vit: ViT) -> LocalDevice:
         """Return this device with the fastest precision for a backbone, unless one was asked for.
 
         bfloat16 changes no accuracy beyond half a point (docs/lab/performance.md).
         """
         if self.precision is not None:
             return self
-        fastest = fast_precision(self.device.type) if width >= WIDE else "32-true"
-        return replace(self, precision=fastest)
+        gains = vit.config.width >= WIDE and vit.cls_token.dtype == torch.float32
+        return replace(self, precision=fast_precision(self.device.type) if gains else "32-true")
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         if self.precision != "bf16-mixed":
@@ -53,19 +55,20 @@ class LocalDevice:
         return data
 
 
-def find_device(name: str, precision: Precision | None = None) -> Fabric | LocalDevice:
-    """Return a device of this machine.
+def find_device(name: str, precision: PredictionPrecision | None = None) -> Fabric | LocalDevice:
+    """Return a device of this machine; a Fabric in a process that torchrun or Slurm started.
 
     Args:
         name: `auto`, `cpu`, `cuda` or `mps`.
-        precision: Of predictions; by default the fastest one for the backbone.
+        precision: Of predictions; by default the fastest one for the backbone. That of a Fabric is
+            also the precision of lessons, and is float32 by default.
 
     Raises:
         BadOption: There is no such device or precision.
     """
     check_device(name)
-    if precision is not None and precision not in get_args(Precision):
-        names = join_names(get_args(Precision))
+    if precision is not None and precision not in get_args(PredictionPrecision):
+        names = join_names(get_args(PredictionPrecision))
         raise BadOption("", "precision", f"'{precision}' is not one of {names}")
     if EXTERNAL & os.environ.keys():
         from coda_prompt.training.devices import Devices
