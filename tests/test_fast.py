@@ -1,4 +1,4 @@
-"""The recipe of `--fast`: recurring views with one query each, and bfloat16 where it exists."""
+"""The recipe of `--fast`: recurring views with one query each, and bfloat16 where it is faster."""
 
 from __future__ import annotations
 
