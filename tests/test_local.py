@@ -91,6 +91,9 @@ def test_classifiers_predict_in_the_fastest_precision_and_learn_in_float32(
     classifier.predict(images)
     layer = classifier.network.backbone.vit.blocks[0].mlp.fc1
     assert {copy.dtype for *_, copy in layer._copies.values()} == {torch.bfloat16}
+    classifier.learn(list(images), list("cdcd"), validation=0)
+    assert not layer._copies
+    classifier.undo()
     classifier.save(tmp_path / "model")
     exact = ContinualClassifier("photo", device="cpu", precision="32-true", verbose=False)
     exact.learn(list(images), list("abab"), validation=0)

@@ -171,6 +171,11 @@ class Linear(nn.Linear):
         copies = self._copies.items()
         self._copies = {key: copy for key, copy in copies if key[-1] != self.weight.dtype}
 
+    def free_copies(self) -> None:
+        """Free all copies of the weights; casts are made again when they are needed."""
+        self.packs = False
+        self._copies.clear()
+
     def _supports_onednn(self, dtype: torch.dtype, casts: bool) -> bool:
         """Return whether oneDNN can compute products of frozen weights with such inputs."""
         return (

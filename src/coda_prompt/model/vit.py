@@ -5,12 +5,13 @@ Only the class token is used in the end, so the last block computes nothing for 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -497,6 +498,14 @@ class ViT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.packs = True
+
+    def free_copies(self) -> None:
+        """Free the copies of weights that earlier passes made."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.free_copies()
+        with suppress(OSError, AttributeError, TypeError):  # glibc does not return their gaps
+            ctypes.CDLL(None).malloc_trim(0)
 
     @contextmanager
     def packed(self) -> Iterator[None]:
