@@ -30,14 +30,14 @@ def steps(rows: list[dict[str, Any]]) -> None:
         batch = f"\nbatch {row['batch']}" if row["batch"] != 16 else ""
         row["label"] = row["backbone"].replace(", ", "\n") + batch
     backbones = list(dict.fromkeys(row["label"] for row in rows))
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for offset, (variant, label, colour) in enumerate(VARIANTS):
         bar_rows = [row for row in rows if row["step"] == variant]
         xs = [backbones.index(row["label"]) + 0.28 * (offset - 1) for row in bar_rows]
         bars = axes.bar(
             xs, [row["times faster"] for row in bar_rows], 0.25, color=colour, label=label
         )
-        axes.bar_label(bars, fmt="%.1f", label_type="center", color="white")
+        axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=9)
         counted = [row["counted"] for row in bar_rows]
         axes.hlines(
             counted, [x - 0.12 for x in xs], [x + 0.12 for x in xs],
@@ -48,7 +48,7 @@ def steps(rows: list[dict[str, Any]]) -> None:
     axes.set_ylabel("times faster than the textbook step")
     axes.set_ylim(0, 1.2 * max(max(row["times faster"], row["counted"]) for row in rows))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.legend(loc="upper center", ncols=4, frameon=False)
     figure.savefig(DOCS / "performance-steps.png", dpi=150)
 
 
