@@ -98,6 +98,13 @@ def test_logits_cover_exactly_the_classes_seen(name: str) -> None:
     assert method.task_sizes.rows.tolist() == [3, 2, 4]
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_are_not_rounded_in_bfloat16(name: str) -> None:
+    method, _ = first_seeded_run(name)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert method.logits(some_images()).dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
 def test_a_task_of_new_and_known_classes(name: str) -> None:
     first, second, _ = stream_of(UNEVEN)

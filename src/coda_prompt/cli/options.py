@@ -80,8 +80,9 @@ PredictionPrecision = Annotated[
     Literal["32-true", "bf16-mixed"] | None,
     typer.Option(
         "--precision",
-        help="Floating-point precision of predictions. Default: bfloat16 where that is faster and "
-        "the backbone as wide as `photo`, else 32-true, whose answers differ by rounding only.",
+        help="Floating-point precision of predictions. Default: bf16-mixed where it is faster and "
+        "the backbone has a width of 256 or more, as `photo` has, else 32-true. In 32-true, "
+        "answers of different processors differ by rounding only.",
     ),
 ]
 Views = Annotated[

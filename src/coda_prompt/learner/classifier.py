@@ -53,9 +53,9 @@ class ContinualClassifier(EditableEstimator):
         options: Options of the method (`coda methods NAME` lists them), such as `{"width": 256}`.
         training: Options of the training: `epochs`, `batch_size`, `learning_rate`, `seed`, ...
         device: `auto`, `cpu`, `cuda` or `mps`.
-        precision: Of predictions: `32-true` or `bf16-mixed`. Default: bfloat16 for backbones as
-            wide as `photo` where that is faster, else float32. Lessons are in float32. With several
-            processes or `fabric`, it is that of the Fabric, also for lessons.
+        precision: Of predictions: `32-true` or `bf16-mixed`. Default: bfloat16 where that is
+            faster and the backbone has a width of 256 or more, else float32. Lessons are in
+            float32. With several processes or `fabric`, it is that of the Fabric, also for lessons.
         verbose: Show progress on standard error, and warn (`warnings.warn`) about images that
             should be checked. Without it, warnings are only in the result of `learn`.
         fabric: A launched Fabric, instead of `device`: the devices that share the work. Every

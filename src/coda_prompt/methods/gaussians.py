@@ -22,7 +22,7 @@ from coda_prompt.methods.base import (
     TaskBrief,
     cosines,
 )
-from coda_prompt.methods.head import Head
+from coda_prompt.methods.head import Head, linear_logits
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
 from coda_prompt.model.vit import Images, Prefixes, ViT
@@ -175,7 +175,7 @@ class AlignedHead(nn.Module):
         """B x classes."""
         if self.bias is None:
             return cosines(features, self.weight.rows)
-        return F.linear(features, self.weight.rows, self.bias.rows)
+        return linear_logits(features, self.weight.rows, self.bias.rows)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -48,10 +48,10 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """B x classes."""
-        logits = _logits(features, self.weight.frozen, self.bias.frozen)
+        logits = linear_logits(features, self.weight.frozen, self.bias.frozen)
         if self.weight.trainable is None or self.weight.reopened is None:
             return logits
-        trained = _logits(features, self.weight.trainable, self.bias.trainable)
+        trained = linear_logits(features, self.weight.trainable, self.bias.trainable)
         return logits.index_copy(1, self.weight.reopened, trained.to(logits.dtype))
 
     def masked_loss(self, features: Tensor, labels: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Head(nn.Module):
         assert self.weight.trainable is not None
         if len(rows) == 1:
             return F.cross_entropy(self(features), labels, reduction="none")
-        logits = _logits(features, self.weight.trainable, self.bias.trainable)
+        logits = linear_logits(features, self.weight.trainable, self.bias.trainable)
         return F.cross_entropy(logits, torch.searchsorted(rows, labels), reduction="none")
 
     def _imprinted(self, means: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class Head(nn.Module):
         return F.normalize(means, dim=1) * length, bias.expand(len(means))
 
 
-def _logits(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_logits(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute features W' + b in full precision: rounded logits of two classes may be equal."""
     with full_precision(features.device):
         return F.linear(features.to(weight), weight, bias)
