@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -78,13 +78,18 @@ class LoadedBackbone:
     """Commit of the hub repository; None if the file was not downloaded."""
     path: Path | None = None
     """The local file; None if it is embedded or was downloaded."""
-    known_fingerprint: str | None = None
-    """Of an embedded file: hashing it as float32 takes longer than loading it."""
+    known_fingerprint: InitVar[str | None] = None
+    """Of an embedded file: hashing it as float32 takes longer than loading it. `replace` with
+    another ViT does not copy it."""
+
+    def __post_init__(self, known_fingerprint: str | None) -> None:
+        if known_fingerprint is not None:
+            self.__dict__["fingerprint"] = known_fingerprint
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the weights."""
-        return self.known_fingerprint or self.vit.fingerprint()
+        return self.vit.fingerprint()
 
 
 _FINGERPRINTS = MappingProxyType(
