@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -450,6 +451,9 @@ def test_malicious_pickle_executes_nothing(protocol: int, tmp_path: Path) -> Non
         Command(os.system, f"touch {trap}"),
         Command(eval, f"open({str(trap)!r}, 'w')"),
         Command(np.load, "train", None, True),
+        Command(np.array, [1], object),
+        Command(np.frombuffer, b"1", np.uint8),
+        Command(importlib.import_module, "antigravity"),
         Command(open, str(trap), "w"),
     ]
     for command in commands:
@@ -479,29 +483,46 @@ def array_with(shape: bytes, content: bytes = b"U\x01a", dtype: bytes = b"U\x02u
         (b"not opcodes", "opcode"),
         (b"\x80\x02}", "exhausted"),
         (b"\x80\x02K\x01.", "it is not a dict"),
-        (b"\x80\x02.", "pop from empty"),
-        (b"\x80\x02(.", "mark"),
-        (b"\x80\x02e.", "pop from empty"),
-        (b"\x80\x02K\x01(K\x01e.", "no list"),
+        (b"\x80\x02.", "stack"),
+        (b"\x80\x02(.", "MARK"),
+        (b"\x80\x02e.", "MARK"),
+        (b"\x80\x02K\x01(K\x01e.", "no attribute"),
         (b"\x80\x02}K\x01K\x01s.", "key is not a string"),
-        (b"\x80\x02}(U\x01au.", "zip"),
+        (b"\x80\x02}(U\x01au.", "odd number"),
         (b"\x80\x02h\x05.", "5"),
         (b"\x80\x02T\xff\xff\xff\x7fabc.", "expected 2147483647 bytes"),
         (b"\x80\x02cnumpy\nload\n.", "numpy load"),
         (b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R.", "other than a uint8 array"),
         (b"\x80\x02c_codecs\nencode\nU\x01aU\x03hex\x86R.", "other than a uint8 array"),
-        (b"\x80\x02cnumpy\ndtype\n)\x81.", "NEWOBJ is not allowed"),
+        (b"\x80\x02cnumpy\ndtype\n)\x81.", "it is not a dict"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "SHORT_BINUNICODE is not allowed"),
         (array_with(b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86"), "2147483647"),
         (array_with(b"K\x02\x85"), "shape .2,. with 1 values"),
         (array_with(b"J\xff\xff\xff\xff\x85"), "shape .-1,."),
         (array_with(b"K\x01\x85", dtype=b"U\x02O8"), "other than a uint8 array"),
         (array_with(b"K\x01\x85", content=b"]"), "not a row-major uint8 array"),
+        # A key whose hash overflows the stack, a memo and an array that fill the memory.
+        (b"\x80\x02})" + 200_000 * b"\x85" + b"Ns.", "1,000 tuples"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "more than 2,000,000 values"),
+        (
+            b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+            b"J\xff\xff\xff\x7f\x85U\x01O\x87R.",
+            "other than a uint8 array",
+        ),
     ],
 )
 def test_damaged_cifar_pickle_is_rejected(content: bytes, problem: str) -> None:
     with pytest.raises(CorruptFile, match=f"train: .*{problem}.*Download the file again"):
         read_cifar_pickle(content, "train")
+
+
+def test_deeply_nested_label_is_rejected(tmp_path: Path) -> None:
+    part, depth = cifar_part(1, 0), 100_000
+    content = python2_pickle({**part, "data": part["data"][:1]})
+    labels = b"U\x0bfine_labels" + depth * b"]" + (depth - 1) * b"a" + b"s."
+    (write_cifar(tmp_path) / "train").write_bytes(content[:-1] + labels)
+    with pytest.raises(CorruptFile, match=r"train: .*label \[+\.\.\.\]+ is not in 0 to 99"):
+        paper_source("cifar-100", tmp_path)
 
 
 def test_array_in_opcodes_is_read() -> None:

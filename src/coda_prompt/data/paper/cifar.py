@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import tarfile
 import zlib
 from pathlib import Path
@@ -89,6 +90,6 @@ def _make_split(content: bytes, classes: int, path: Path) -> ArraySplit:
         raise CorruptFile(path, f"it has no list 'fine_labels' for its {len(rows)} images")
     for label in labels:
         if type(label) is not int or not 0 <= label < classes:
-            raise CorruptFile(path, f"its label {label!r} is not in 0 to {classes - 1}")
+            raise CorruptFile(path, f"its label {reprlib.repr(label)} is not in 0 to {classes - 1}")
     planes = rows.reshape(-1, 3, _SIDE, _SIDE)  # images x channels x rows x columns
     return ArraySplit(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), np.array(labels, int))
