@@ -33,6 +33,7 @@ def served(*arguments: str, before: str = "", **environment: str) -> Iterator[ht
         url = _wait_for_url(process)
         with httpx.Client(base_url=url, timeout=PATIENCE) as client:
             client.pid = process.pid  # type: ignore[attr-defined]
+            client.log = lambda: process.output()[1]  # type: ignore[attr-defined]
             yield client
     finally:
         process.terminate()
@@ -77,6 +78,18 @@ def wait_for_job(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.05)
         job = client.get(f"/v1/jobs/{job['id']}").json()
     return job
+
+
+def peak_memory(pid: int) -> int:
+    """Return the most bytes of memory that a process has had so far."""
+    (line,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(line) * 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process, which does not depend on the load of the machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(ticks) for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
 def children_of(pid: int) -> list[int]:

@@ -689,7 +689,7 @@ def test_invalid_and_too_large_images_are_refused(client: httpx.Client) -> None:
 
 
 def test_too_large_body_is_not_read(client: httpx.Client) -> None:
-    huge = uploads.MAX_REQUEST_BYTES + 1
+    huge = uploads.MAX_UPLOAD_BYTES + 1
     host, port = client.base_url.host, client.base_url.port
     with socket.create_connection((host, port), timeout=PATIENCE) as line:
         head = f"POST /v1/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {huge}\r\n\r\n"

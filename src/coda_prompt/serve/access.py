@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import time
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -17,10 +18,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coda_prompt.serve.problems import request_error_response
-from coda_prompt.serve.uploads import MAX_REQUEST_BYTES, RequestError
+from coda_prompt.serve.uploads import MAX_EDIT_BYTES, MAX_UPLOAD_BYTES, RequestError
 
 MAX_SECONDS_BETWEEN_CHUNKS = 20.0
 """A client that pauses longer in the middle of a request body gets status 408."""
+MIN_BYTES_PER_SECOND = 1024
+"""So does one that sends a body more slowly than this, after `MAX_SECONDS_BETWEEN_CHUNKS`."""
+UPLOADS = re.compile(r"(/models/[^/]+)?/v1/(predict|explain|preview|learn|relabel|merge)")
+"""Paths whose bodies have files."""
 API_PATH = re.compile(r"(/models/[^/]+)?/(v1|metrics)")
 """Paths that need the token: the API of each model, but not the page."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -46,8 +51,8 @@ class AccessPolicy:
         if not read_only and origin is not None and _parse_url(origin).netloc != host:
             raise RequestError(403, "Requests from pages of other sites are not allowed.")
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > MAX_REQUEST_BYTES:
-            raise _too_large()
+        if length.isdecimal() and int(length) > (limit := max_body_bytes(scope)):
+            raise _too_large(limit)
         if self.token is not None and API_PATH.match(scope["path"]):
             token = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(token.encode("latin-1"), self.token.encode()):
@@ -69,32 +74,39 @@ class AccessMiddleware:
         except RequestError as error:
             await request_error_response(error)(scope, receive, send)
         else:
-            await self.app(scope, _limited(receive), send)
+            await self.app(scope, _limited(receive, max_body_bytes(scope)), send)
 
 
-def _limited(receive: Receive) -> Receive:
-    """Limit the size of a body and the time between its chunks."""
+def max_body_bytes(scope: Scope) -> int:
+    """Return how large the body of a request may be."""
+    return MAX_UPLOAD_BYTES if UPLOADS.fullmatch(scope["path"]) else MAX_EDIT_BYTES
+
+
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    """Limit the size of a body and the time it takes to arrive."""
     received, complete = 0, False
+    started = time.monotonic()
 
     async def limited() -> Message:
         nonlocal received, complete
         if complete:  # the next message is the disconnect, whenever that happens
             return await receive()
+        ahead = started + received / MIN_BYTES_PER_SECOND - time.monotonic()
         try:
-            message = await asyncio.wait_for(receive(), MAX_SECONDS_BETWEEN_CHUNKS)
+            message = await asyncio.wait_for(receive(), MAX_SECONDS_BETWEEN_CHUNKS + min(0, ahead))
         except asyncio.TimeoutError:
             raise RequestError(408, "The request body did not arrive in time.") from None
         complete = not message.get("more_body", False)
         received += len(message.get("body", b""))
-        if received > MAX_REQUEST_BYTES:
-            raise _too_large()
+        if received > max_bytes:
+            raise _too_large(max_bytes)
         return message
 
     return limited
 
 
-def _too_large() -> RequestError:
-    return RequestError(413, f"The request body is larger than {MAX_REQUEST_BYTES:,} bytes.")
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(413, f"The request body is larger than {max_bytes:,} bytes.")
 
 
 def _parse_url(url: str) -> SplitResult:

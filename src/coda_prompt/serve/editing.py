@@ -16,26 +16,11 @@ from coda_prompt.learner import editing, reports, store
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.serve import schemas
 from coda_prompt.serve.learning import ExampleDataset
-from coda_prompt.serve.requests import read_examples
+from coda_prompt.serve.requests import json_reader, read_examples
 from coda_prompt.serve.service import Service
 from coda_prompt.serve.uploads import Example, RequestError, check_label
 
 api = APIRouter(prefix="/v1", responses=schemas.PROBLEMS)
-
-
-class RenameRequest(schemas.Body):
-    old: str = Field(description="Current name of the class.")
-    new: str = Field(description="New name.")
-
-
-class MergeClassesRequest(schemas.Body):
-    classes: list[str] = Field(min_length=2, description="Classes to merge.")
-    into: str = Field(description="Name of the merged class.")
-
-
-class ForgetRequest(schemas.Body):
-    name: str = Field(description="The class to forget.")
-    confirm: bool = Field(description="Must be true: this cannot be undone.")
 
 
 class Forgotten(schemas.Classes):
@@ -44,6 +29,11 @@ class Forgotten(schemas.Classes):
     remains: str = Field(description="What of the class remains in sums over all classes.")
 
 
+RenameBody = Annotated[schemas.RenameRequest, Depends(json_reader(schemas.RenameRequest))]
+MergeBody = Annotated[
+    schemas.MergeClassesRequest, Depends(json_reader(schemas.MergeClassesRequest))
+]
+ForgetBody = Annotated[schemas.ForgetRequest, Depends(json_reader(schemas.ForgetRequest))]
 StoredVersion = Annotated[int, Query(ge=0, description="Number of a stored version.")]
 
 
@@ -66,22 +56,32 @@ async def _edit(service: Service, change: Callable[[ContinualClassifier], Any]) 
     return classes_of(service)
 
 
-@api.post("/rename", response_model=schemas.Classes)
-async def rename(body: RenameRequest, service: CurrentService) -> dict[str, Any]:
+@api.post(
+    "/rename",
+    response_model=schemas.Classes,
+    openapi_extra=schemas.json_body(schemas.RenameRequest),
+)
+async def rename(body: RenameBody, service: CurrentService) -> dict[str, Any]:
     """Rename a class."""
     new = check_label(body.new)
     return await _edit(service, lambda classifier: classifier.rename(body.old, new))
 
 
-@api.post("/merge-classes", response_model=schemas.Classes)
-async def merge_classes(body: MergeClassesRequest, service: CurrentService) -> dict[str, Any]:
+@api.post(
+    "/merge-classes",
+    response_model=schemas.Classes,
+    openapi_extra=schemas.json_body(schemas.MergeClassesRequest),
+)
+async def merge_classes(body: MergeBody, service: CurrentService) -> dict[str, Any]:
     """Merge classes into one."""
     into = check_label(body.into)
     return await _edit(service, lambda classifier: classifier.merge_classes(body.classes, into))
 
 
-@api.post("/forget", response_model=Forgotten)
-async def forget(body: ForgetRequest, service: CurrentService) -> dict[str, Any]:
+@api.post(
+    "/forget", response_model=Forgotten, openapi_extra=schemas.json_body(schemas.ForgetRequest)
+)
+async def forget(body: ForgetBody, service: CurrentService) -> dict[str, Any]:
     """Remove a class from the model and all its versions; this cannot be undone."""
     if not body.confirm:
         raise RequestError(422, "Set `confirm` to true: a forgotten class cannot be restored.")

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from coda_prompt.errors import (
     BadImage,
@@ -27,6 +28,9 @@ from coda_prompt.serve.uploads import RequestError
 
 log = logging.getLogger(__name__)
 
+MAX_DETAIL = 1_000
+"""Characters; names and values that clients send may be repeated in it."""
+
 TITLES = {
     400: "Bad request",
     401: "Token required",
@@ -42,12 +46,16 @@ TITLES = {
     503: "Unavailable",
     504: "Timeout",
 }
+CLIENT_CLOSED_REQUEST = 499
+"""As nginx calls it; only /metrics shows it."""
 
 
 def problem_response(
     status: int, detail: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Return a problem document."""
+    if len(detail) > MAX_DETAIL:
+        detail = f"{detail[:MAX_DETAIL]}…"
     problem = Problem(title=TITLES.get(status, "Error"), status=status, detail=detail)
     return JSONResponse(
         problem.model_dump(), status, dict(headers or {}), "application/problem+json"
@@ -64,11 +72,10 @@ def request_error_response(error: RequestError) -> JSONResponse:
     return problem_response(error.status, str(error), headers)
 
 
-def validation_message(errors: Any) -> str:
-    """Return the first of pydantic's errors as a sentence."""
-    first = errors[0]
+def validation_message(first: Mapping[str, Any]) -> str:
+    """Return an error of pydantic as a sentence."""
     field = ".".join(str(part) for part in first["loc"]) or "the body"
-    return f"{field}: {first['msg']}."
+    return f"{field}: {first['msg'].removeprefix('Value error, ')}."
 
 
 def add_exception_handlers(app: FastAPI) -> None:
@@ -89,11 +96,15 @@ def add_exception_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
-        return problem_response(422, validation_message(error.errors()))
+        return problem_response(422, validation_message(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         return problem_response(error.status_code, f"{error.detail}.", error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def unexpected_error(_: Request, error: Exception) -> JSONResponse:

@@ -1,33 +1,52 @@
-"""Read images from request bodies: JSON with base64, or a multipart form with files."""
+"""Read request bodies: JSON, or a multipart form with files. They are limited before parsing.
+
+Nothing that a client sends is written to disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 
-from coda_prompt.serve import uploads
+from coda_prompt.serve import schemas, uploads
 from coda_prompt.serve.problems import validation_message
-from coda_prompt.serve.schemas import LearnRequest, PredictRequest
 from coda_prompt.serve.uploads import Example, RequestError, check_label
 
-Body = TypeVar("Body", bound=BaseModel)
+MAX_JSON_VALUES = 50_000
+"""Values in a JSON body: each takes much more memory than its text."""
+JSON, FORM = "application/json", "multipart/form-data"
+
+Body = TypeVar("Body", bound=schemas.Body)
+
+
+class _MemoryParser(MultiPartParser):
+    """Holds files in memory; by default, those above 1 MiB are written to disk."""
+
+    spool_max_size = max_file_size = uploads.MAX_UPLOAD_BYTES  # two versions of starlette
+
+
+def json_reader(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """Return the dependency that reads a JSON body."""
+
+    async def read(request: Request) -> Body:
+        _media_type(request, JSON)
+        return await _read_json(request, model)
+
+    return read
 
 
 async def read_images(request: Request) -> list[tuple[str, bytes]]:
     """Return the images to predict: a name for messages and the file content of each."""
-    if _is_json(request):
-        body = await _read_json(request, PredictRequest)
-        names = [f"image {number}" for number in range(1, len(body.images) + 1)]
-        images = zip(names, body.images, strict=True)
-        return [(name, uploads.decode_base64(image.data, name)) for name, image in images]
+    if _media_type(request, JSON, FORM) == JSON:
+        images = (await _read_json(request, schemas.PredictRequest)).images
+        return await asyncio.to_thread(_decoded, images)
     async with _read_form(request, uploads.MAX_IMAGES_PREDICT) as form:
         files = _files(form, "images")
         return [(f"image {number}", await file.read()) for number, file in enumerate(files, 1)]
@@ -35,12 +54,11 @@ async def read_images(request: Request) -> list[tuple[str, bytes]]:
 
 async def read_examples(request: Request) -> list[Example]:
     """Return the labelled images to learn."""
-    if _is_json(request):
-        body = await _read_json(request, LearnRequest)
-        return [
-            Example(check_label(image.label), uploads.decode_base64(image.data, f"image {number}"))
-            for number, image in enumerate(body.images, 1)
-        ]
+    if _media_type(request, JSON, FORM) == JSON:
+        labelled = (await _read_json(request, schemas.LearnRequest)).images
+        labels = [check_label(image.label) for image in labelled]
+        decoded = await asyncio.to_thread(_decoded, labelled)
+        return [Example(label, each) for label, (_, each) in zip(labels, decoded, strict=True)]
     async with _read_form(request, uploads.MAX_IMAGES_LEARN) as form:
         if form.get("archive") is not None:
             archive = _files(form, "archive")[0]
@@ -51,30 +69,45 @@ async def read_examples(request: Request) -> list[Example]:
         return [Example(*pair) for pair in zip(labels, contents, strict=True)]
 
 
-def _is_json(request: Request) -> bool:
+def _decoded(images: Sequence[schemas.ImageData]) -> list[tuple[str, bytes]]:
+    """Return a name for messages and the file content of each image."""
+    named = ((f"image {number}", image.data) for number, image in enumerate(images, 1))
+    return [(name, uploads.decode_base64(data, name)) for name, data in named]
+
+
+def _media_type(request: Request, *accepted: str) -> str:
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type not in ("application/json", "multipart/form-data"):
-        raise RequestError(415, "Send application/json or multipart/form-data.")
-    return media_type == "application/json"
+    if media_type not in accepted:
+        raise RequestError(415, f"Send {' or '.join(accepted)}.")
+    return media_type
 
 
 async def _read_json(request: Request, model: type[Body]) -> Body:
+    return await asyncio.to_thread(_parse_json, await request.body(), model)
+
+
+def _parse_json(content: bytes, model: type[Body]) -> Body:
+    """Parse a body whose number of values is counted first: each follows one of `,`, `[`, `{`."""
+    if sum(content.count(character) for character in (b",", b"[", b"{")) > MAX_JSON_VALUES:
+        raise RequestError(413, f"The body has more than {MAX_JSON_VALUES:,} values.")
     try:
-        content = await asyncio.to_thread(json.loads, await request.body())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, "The body is not valid JSON.") from error
-    try:
-        return model.model_validate(content)
+        return model.model_validate_json(content)
     except ValidationError as error:
-        raise RequestError(422, validation_message(error.errors())) from error
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise RequestError(400, "The body is not valid JSON.") from error
+        raise RequestError(422, validation_message(first)) from error
 
 
 @contextlib.asynccontextmanager
 async def _read_form(request: Request, max_files: int) -> AsyncIterator[FormData]:
+    parser = _MemoryParser(
+        request.headers, request.stream(), max_files=max_files, max_fields=max_files + 10
+    )
     try:
-        form = await request.form(max_files=max_files, max_fields=max_files + 10)
-    except HTTPException as error:
-        raise RequestError(400, f"The form cannot be read ({error.detail}).") from error
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise RequestError(400, f"The form cannot be read ({error.message}).") from error
     try:
         yield form
     finally:

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
 from coda_prompt.serve.uploads import MAX_IMAGES_LEARN, MAX_IMAGES_PREDICT
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MAX_CLASSES = 1_000
+"""Classes that one request merges."""
+MAX_NAME_SHOWN = 40
+"""Characters of an unknown field's name in an answer."""
+
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """The body of a request.
+
+    Unknown fields are refused after validation, because `extra="forbid"` lists all of them.
+    """
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="after")
+    def _refuse_unknown_fields(self) -> Self:
+        for name in self.model_extra or ():
+            raise ValueError(f"there is no field {name[:MAX_NAME_SHOWN]!r}")
+        return self
 
 
 class ImageData(Body):
-    data: str = Field(description="An image file as base64 or as a data URL.")
+    data: bytes = Field(
+        description="An image file as base64 or as a data URL.",
+        json_schema_extra={"format": "byte"},
+    )
 
 
 class LabelledImageData(ImageData):
@@ -24,14 +47,34 @@ class LabelledImageData(ImageData):
 
 class PredictRequest(Body):
     images: list[ImageData] = Field(
-        min_length=1, max_length=MAX_IMAGES_PREDICT, description="The images."
+        min_length=1, max_length=MAX_IMAGES_PREDICT, fail_fast=True, description="The images."
     )
 
 
 class LearnRequest(Body):
     images: list[LabelledImageData] = Field(
-        min_length=1, max_length=MAX_IMAGES_LEARN, description="The images with their classes."
+        min_length=1,
+        max_length=MAX_IMAGES_LEARN,
+        fail_fast=True,
+        description="The images with their classes.",
     )
+
+
+class RenameRequest(Body):
+    old: str = Field(description="Current name of the class.")
+    new: str = Field(description="New name.")
+
+
+class MergeClassesRequest(Body):
+    classes: list[str] = Field(
+        min_length=2, max_length=MAX_CLASSES, fail_fast=True, description="Classes to merge."
+    )
+    into: str = Field(description="Name of the merged class.")
+
+
+class ForgetRequest(Body):
+    name: str = Field(description="The class to forget.")
+    confirm: bool = Field(description="Must be true: this cannot be undone.")
 
 
 class Candidate(BaseModel):
@@ -171,44 +214,45 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     for status in (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 503, 504)
 }
 
-# FastAPI declares one content type per route. These routes accept JSON or a form, so the body is
-# read in requests.py and declared here.
+# Bodies are read in requests.py, which has limits that FastAPI has not, and declared here.
+_BODIES: tuple[type[Body], ...] = (
+    *(PredictRequest, LearnRequest),
+    *(RenameRequest, MergeClassesRequest, ForgetRequest),
+)
 
 
-def _request_body(
-    model: type[BaseModel], form: dict[str, Any], required: list[str]
-) -> dict[str, Any]:
+def json_body(model: type[Body], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the OpenAPI entry of a body: JSON, or also a form with these properties."""
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    form_schema = {"type": "object", "properties": form, "required": required}
-    content = {
-        "application/json": {"schema": reference},
-        "multipart/form-data": {"schema": form_schema},
-    }
+    content: dict[str, Any] = {"application/json": {"schema": reference}}
+    if form is not None:
+        content["multipart/form-data"] = {"schema": {"type": "object", **form}}
     return {"requestBody": {"content": content, "required": True}}
 
 
 _FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
-PREDICT_BODY = _request_body(PredictRequest, {"images": _FILES}, ["images"])
-LEARN_BODY = _request_body(
+PREDICT_BODY = json_body(PredictRequest, {"properties": {"images": _FILES}, "required": ["images"]})
+LEARN_BODY = json_body(
     LearnRequest,
     {
-        "images": _FILES,
-        "labels": {"type": "array", "items": {"type": "string"}},
-        "archive": {
-            "type": "string",
-            "format": "binary",
-            "description": "A zip file with one folder per class, instead of images and labels.",
-        },
+        "properties": {
+            "images": _FILES,
+            "labels": {"type": "array", "items": {"type": "string"}},
+            "archive": {
+                "type": "string",
+                "format": "binary",
+                "description": "A zip file with one folder per class, instead of images and "
+                "labels.",
+            },
+        }
     },
-    [],
 )
 
 
 def add_request_schemas(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the models that PREDICT_BODY and LEARN_BODY refer to to an OpenAPI document."""
+    """Add the models that `json_body` refers to to an OpenAPI document."""
     _, schema = models_json_schema(
-        [(PredictRequest, "validation"), (LearnRequest, "validation")],
-        ref_template="#/components/schemas/{model}",
+        [(model, "validation") for model in _BODIES], ref_template="#/components/schemas/{model}"
     )
     document["components"]["schemas"].update(schema["$defs"])
     return document

@@ -9,10 +9,9 @@ import uvicorn
 
 from coda_prompt.serve.access import AccessPolicy
 from coda_prompt.serve.app import make_app
+from coda_prompt.serve.connections import MAX_CONNECTIONS, Connection
 from coda_prompt.serve.service import Service
 
-MAX_CONNECTIONS = 500
-"""Further connections get status 503."""
 SHUTDOWN_SECONDS = 30
 
 
@@ -34,6 +33,7 @@ class Server(uvicorn.Server):
                 make_app(services, policy),
                 log_level="warning",
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                http=Connection,
                 limit_concurrency=MAX_CONNECTIONS,
             )
         )

@@ -23,7 +23,8 @@ from coda_prompt.data.images import (
 )
 from coda_prompt.errors import BadImage, CodaError
 
-MAX_REQUEST_BYTES = 64 * 2**20
+MAX_UPLOAD_BYTES, MAX_EDIT_BYTES = 64 * 2**20, 2**20
+"""Bodies of requests with and without files."""
 MAX_IMAGES_PREDICT, MAX_IMAGES_LEARN = 64, 5_000
 """Images per request."""
 MAX_PIXELS, MAX_TOTAL_PIXELS = 25_000_000, 200_000_000
@@ -95,9 +96,9 @@ def _count_pixels(content: bytes, name: str) -> int:
     return pixels
 
 
-def decode_base64(text: str, name: str) -> bytes:
+def decode_base64(text: bytes, name: str) -> bytes:
     """Decode base64 with or without the prefix of a data URL."""
-    _, _, content = text.rpartition(",")
+    _, _, content = text.rpartition(b",")
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:

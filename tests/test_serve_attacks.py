@@ -1,0 +1,253 @@
+"""What clients must not be able to do to the service: fill its memory, its disk or its log, block
+it, or make it open something that they name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from drawings import NAMES, taught
+from forked import PATIENCE
+from PIL import Image
+from serving import peak_memory, png, served
+
+MB = 2**20
+JSON = {"content-type": "application/json"}
+MILLION = range(1_000_000)
+pytestmark = pytest.mark.posix
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attacked") / "model"
+    taught(range(4), method="ncm").save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(model: Path) -> Iterator[httpx.Client]:
+    with served(str(model)) as client:
+        yield client
+
+
+def pid_of(client: httpx.Client) -> int:
+    pid: int = client.pid  # type: ignore[attr-defined]
+    return pid
+
+
+def log_of(client: httpx.Client) -> str:
+    log: str = client.log()  # type: ignore[attr-defined]
+    return log
+
+
+def connect(client: httpx.Client) -> socket.socket:
+    return socket.create_connection((client.base_url.host, client.base_url.port), PATIENCE)
+
+
+def head(route: str, length: int, kind: str = "application/json") -> bytes:
+    return (
+        f"POST {route} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- bodies
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("merge-classes", {"classes": list(MILLION), "into": "x"}),
+        ("rename", {"old": "a", "new": "b", **{f"f{number}": 0 for number in MILLION}}),
+        ("forget", {"name": "x" * 2 * MB, "confirm": True}),
+        ("predict", {"images": [{}] * len(MILLION)}),
+        ("learn", {"images": [[]] * len(MILLION)}),
+    ],
+)
+@pytest.mark.parametrize("length_is_stated", [True, False])
+def test_huge_json_bodies_are_refused_before_they_are_parsed(
+    route: str, body: object, length_is_stated: bool, client: httpx.Client
+) -> None:
+    content = json.dumps(body).encode()
+    pieces = (content[start : start + MB // 4] for start in range(0, len(content), MB // 4))
+    sent = content if length_is_stated else pieces
+    before = peak_memory(pid_of(client))
+    with contextlib.suppress(httpx.WriteError):  # it may close the connection before all is sent
+        answer = client.post(f"/v1/{route}", content=sent, headers=JSON)
+        assert answer.status_code == 413
+    assert peak_memory(pid_of(client)) - before < 4 * len(content) + 16 * MB
+    assert client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("merge-classes", {"classes": list(range(10_000)), "into": "x"}),
+        ("merge-classes", {"classes": ["a"] * 10_000, "into": "x"}),
+        ("rename", {"old": "a", "new": "b", **{f"f{number}": 0 for number in range(10_000)}}),
+        ("rename", {"old": "a", "new": "b", "x" * 500_000: 0}),
+        ("rename", {"old": "a" * 500_000, "new": "b"}),
+        ("rename", {"old": NAMES[0], "new": "\ud800"}),
+        ("forget", {"name": "a" * 500_000, "confirm": True}),
+        ("learn", {"images": [{"label": "x"}] * 5_000}),
+    ],
+)
+def test_refusals_are_short(route: str, body: object, client: httpx.Client) -> None:
+    answer = client.post(f"/v1/{route}", content=json.dumps(body).encode(), headers=JSON)
+    assert answer.status_code in (400, 422), answer.text[:300]
+    assert len(answer.content) < 2_000
+
+
+def test_slow_body_is_refused(model: Path) -> None:
+    """A client that never pauses long enough for a time-out sends a byte now and then."""
+    impatient = "import coda_prompt.serve.access as access; access.MAX_SECONDS_BETWEEN_CHUNKS = 1; "
+    with served(str(model), before=impatient) as client, connect(client) as slow:
+        slow.sendall(head("/v1/predict", 1000))
+        slow.settimeout(0.1)
+        answer = b""
+        deadline = time.monotonic() + PATIENCE
+        while not answer:
+            assert time.monotonic() < deadline
+            slow.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = slow.recv(100)
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+RECORD_WRITES = """
+import os, sys
+def record(event, arguments):
+    if event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+        os.write(2, f"written: {arguments[0]}\\n".encode())
+sys.addaudithook(record)
+"""
+
+
+def test_uploads_are_never_written_to_disk(model: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (1200, 1200, 3), np.uint8)
+    photograph = png(noise)
+    assert len(photograph) > 4 * MB
+    with served(str(model), before=f"exec({RECORD_WRITES!r}); ") as client:
+        client.get("/healthz")
+        before = log_of(client).count("written:")
+        sent = client.post("/v1/predict", files=[("images", ("a.png", photograph))] * 2)
+        assert sent.status_code == 200, sent.text
+        preview = client.post("/v1/preview", files={"images": ("a.png", photograph)})
+        assert Image.open(io.BytesIO(preview.content)).size == (512, 512)
+        assert log_of(client).count("written:") == before, log_of(client)
+        client.post("/v1/rename", json={"old": NAMES[0], "new": "renamed"})
+        client.post("/v1/undo")
+        assert log_of(client).count("written:") > before, "the hook sees files that are written"
+
+
+# -- connections
+
+
+def test_silent_connections_block_nobody(client: httpx.Client) -> None:
+    """More of them than the service accepts, while others upload slowly and ask."""
+    with contextlib.ExitStack() as stack:
+        upload = stack.enter_context(connect(client))
+        body = json.dumps({"old": "a", "new": "b"}).encode()
+        upload.sendall(head("/v1/rename", len(body)))
+        silent = []
+        for number in range(900):
+            silent.append(stack.enter_context(connect(client)))
+            if number % 3 == 1:
+                silent[-1].sendall(b"POST /v1/rename HTTP/1.1\r\nHost: ")
+            if number % 3 == 2:
+                silent[-1].sendall(head("/v1/rename", 9))
+            if number % 100 == 0:
+                upload.sendall(body[:1])
+                body = body[1:]
+                with httpx.Client(base_url=client.base_url, timeout=PATIENCE) as other:
+                    assert other.get("/v1/classes").status_code == 200
+        assert client.get("/v1/classes").status_code == 200
+        upload.sendall(body)
+        assert upload.recv(100).startswith(b"HTTP/1.1 422")  # there is no class 'a'
+
+
+def test_connections_without_a_request_are_closed(model: Path) -> None:
+    impatient = (
+        "import coda_prompt.serve.connections as each; each.MAX_SILENT_SECONDS = 0.5; "
+        "import coda_prompt.serve.access as access; access.MAX_SECONDS_BETWEEN_CHUNKS = 0.5; "
+    )
+    started = (
+        b"",
+        b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ",
+        b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /",
+        head("/v1/undo/", 10),  # answered before its body arrives
+    )
+    with served(str(model), before=impatient) as client:
+        for sent in started:
+            with connect(client) as line:
+                line.settimeout(0.1)
+                line.sendall(sent)
+                deadline = time.monotonic() + PATIENCE
+                open_, trickles = True, b"x" * 1_000_000
+                while open_:
+                    assert time.monotonic() < deadline
+                    try:
+                        if sent:
+                            line.sendall(trickles[:1])
+                        open_ = bool(line.recv(4096))
+                    except TimeoutError:
+                        continue
+                    except ConnectionError:
+                        open_ = False
+        assert log_of(client).count("Traceback") == 0
+
+
+def test_answers_that_nobody_reads_are_dropped(model: Path) -> None:
+    impatient = "import coda_prompt.serve.connections as each; each.MAX_SILENT_SECONDS = 0.5; "
+    with served(str(model), before=impatient) as client, contextlib.ExitStack() as stack:
+        tasks = Path(f"/proc/{pid_of(client)}/fd")
+        client.get("/healthz")
+        before = len(list(tasks.iterdir()))
+        for _ in range(5):
+            line = stack.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect((client.base_url.host, client.base_url.port))
+            for _ in range(50):
+                asset = "/docs/assets/swagger-ui-bundle.js"
+                line.sendall(f"GET {asset} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        wait_until(lambda: len(list(tasks.iterdir())) <= before)
+        assert client.get("/healthz").status_code == 200
+
+
+def test_disconnects_leave_no_trace_in_the_log(model: Path) -> None:
+    image = png(np.zeros((300, 300), np.uint8))
+    form = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n'
+    whole = form + image + b"\r\n--x--\r\n"
+    multipart = "multipart/form-data; boundary=x"
+    with served(str(model)) as client:
+        for sent in (
+            head("/v1/predict", 1000) + b"{",
+            head("/v1/rename", 1000) + b"{",
+            head("/v1/merge", 1000, "application/octet-stream") + b"{",
+            head("/v1/predict", 10_000, multipart) + form,
+            head("/v1/learn", 10_000, multipart) + form,
+            head("/v1/predict", len(whole), multipart) + whole,
+            b"GET /v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+            b"GET /v1/model.zip HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        ):
+            for _ in range(5):
+                with connect(client) as line:
+                    line.sendall(sent)
+        counted = 'coda_requests_total{path="/v1/rename",status="499"} 5.0'
+        wait_until(lambda: counted in client.get("/metrics").text)
+        assert log_of(client).count("\n") == 1, log_of(client)  # the URL
