@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from coda_prompt.errors import join_names
 from coda_prompt.learner.unknown import UnknownDetector
+from coda_prompt.methods.moments import MIN_VARIANCE, FeatureMoments
 from coda_prompt.methods.shrinkage import shrink_covariance
 
 MIN_IMAGES = 12
@@ -36,6 +38,7 @@ def lesson_hints(
     names: Sequence[str],
     before: UnknownDetector | None,
     image_name: Callable[[int], str],
+    suited: bool = True,
 ) -> tuple[str, ...]:
     """Return what looks wrong with the images of a lesson.
 
@@ -45,9 +48,26 @@ def lesson_hints(
         names: Class names by row.
         before: Statistics of the classes before the lesson; None: there are none.
         image_name: From the position of an image in the lesson to its name.
+        suited: Whether the backbone is for such images; else their features say little, but still
+            which of them are the same.
     """
     features, labels, hints = features.detach().cpu().double(), labels.cpu(), list[str]()
+    same = [row for row in labels.unique().tolist() if _are_the_same(features[labels == row])]
+    if _are_the_same(features):
+        classes = [f"'{names[row]}'" for row in labels.unique().tolist()]
+        apart = f": {join_names(classes)} cannot be told apart" if len(classes) > 1 else ""
+        return (f"all images of this lesson are the same{apart}",)
+    if same:
+        classes = [f"'{names[row]}'" for row in same]
+        hints.append(
+            f"all images of {join_names(classes)} are the same: such a class learns no more from "
+            "them than from one image"
+        )
+    if not suited:
+        return tuple(hints)
     groups = near_duplicates(features) if len(features) <= MAX_COMPARED else []
+    # Classes whose images are all the same were named above.
+    groups = [group for group in groups if {*labels[group].tolist()} not in [{row} for row in same]]
     if groups:
         groups.sort(key=lambda group: len(labels[group].unique()) == 1)
         shown = [
@@ -79,6 +99,13 @@ def near_duplicates(features: Tensor) -> list[list[int]]:
     return [group for first, group in sorted(groups.items()) if first == group[0]]
 
 
+def _are_the_same(features: Tensor) -> bool:
+    """Return whether several images differ in nothing but rounding."""
+    variance = features.var(dim=0, correction=0).sum()
+    squares = features.square().sum(dim=1).mean()
+    return len(features) > 1 and bool(variance <= MIN_VARIANCE * squares)
+
+
 def _hints_of_distances(
     features: Tensor,
     labels: Tensor,
@@ -89,11 +116,12 @@ def _hints_of_distances(
     """Compare images and means with class Gaussians that share one covariance."""
     hints = []
     rows, own = labels.unique(return_inverse=True)
-    counts = torch.bincount(own).double()
-    sums = features.new_zeros(len(rows), features.shape[1]).index_add(0, own, features)
-    means = sums / counts[:, None]
-    scatter = (features - means[own]).T @ (features - means[own])
-    freedom = len(features) - len(rows)
+    lesson = FeatureMoments(features.shape[1])
+    lesson.grow(len(rows))
+    lesson.add(features, own)
+    counts, means = lesson.counts.frozen.double(), lesson.means()
+    covariance, freedom = lesson.covariance()
+    scatter = covariance * freedom
     all_rows, all_means, all_counts = rows.tolist(), means, counts
     moments = None if before is None else before.class_moments()
     if moments is not None and len(moments.counts):

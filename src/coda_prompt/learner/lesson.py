@@ -152,11 +152,14 @@ def teach(
         record = record.model_copy(update={"watched": watched_accuracy(before, after)})
     names = [*known, *record.new]
     class_tokens = tokens[0][:, : network.method.vit_config.width]
-    hints: tuple[str, ...] = ()
-    if not images_of_other_kind(network, images):  # else features say little about the images
-        hints = lesson_hints(
-            class_tokens, labels, names, detector, lambda at: images.name(positions[at])
-        )
+    hints = lesson_hints(
+        class_tokens,
+        labels,
+        names,
+        detector,
+        lambda at: images.name(positions[at]),
+        suited=not images_of_other_kind(network, images),
+    )
     if len(hashes.rows) if find_duplicates is None else find_duplicates:
         hashes, repeated = hashes.learned(images, names)
     # Assigned at the end: if anything above fails, the network is as before.

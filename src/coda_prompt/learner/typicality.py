@@ -115,10 +115,8 @@ class Gaussians(nn.Module):
         counts = moments.counts.frozen
         seen, count = counts > 0, int(counts.sum())
         mean = moments.sums.frozen.sum(dim=0) / max(1, count)
-        covariance, freedom = moments.covariance()
+        (covariance, freedom), (total, _) = moments.covariance(), moments.total_covariance()
         self.means = moments.means()[seen]
-        centred, weights = self.means - mean, counts[seen, None] / max(1, count - 1)
-        total = covariance * (freedom / max(1, count - 1)) + centred.T @ (weights * centred)
         prior_means = self.means[:0]
         if prior is not None:  # of so many images that nothing needs to be shrunk
             own, prior_means = freedom / (freedom + PRIOR_IMAGES), prior.class_means

@@ -21,6 +21,8 @@ from coda_prompt.methods.sums import Chunk, TaskSums
 
 MIN_SINGULAR_VALUE = 1e-6
 """Of the largest one; directions below it are rounding."""
+MIN_VARIANCE = 1e-6
+"""Of the mean square of features. A smaller variance is rounding: the images are all the same."""
 
 
 class ClassFactors(nn.Module):
@@ -199,10 +201,21 @@ class FeatureMoments(nn.Module):
         return self.total if self.factors is None else self.factors.total()
 
     def covariance(self) -> tuple[Tensor, int]:
-        """The covariance within classes, D x D, and its degrees of freedom."""
+        """The covariance within classes, D x D, and its degrees of freedom.
+
+        It is zero where all images of a class are the same, and not what rounding leaves of it.
+        """
         freedom = int((self.counts.frozen - 1).clamp(min=0).sum())
-        scatter = self.second_moments() - self.means().T @ self.sums.frozen
-        return scatter / max(freedom, 1), freedom
+        squares = self.second_moments()
+        scatter = squares - self.means().T @ self.sums.frozen
+        return _without_rounding(scatter, squares) / max(freedom, 1), freedom
+
+    def total_covariance(self) -> tuple[Tensor, int]:
+        """The covariance of all images, D x D, and its degrees of freedom; see `covariance`."""
+        count, squares = int(self.counts.frozen.sum()), self.second_moments()
+        total = self.sums.frozen.sum(dim=0)
+        scatter = squares - total[:, None] * total / max(count, 1)
+        return _without_rounding(scatter, squares) / max(count - 1, 1), count - 1
 
     def drop_classes(self, rows: Sequence[int]) -> None:
         if self.factors is None:
@@ -240,3 +253,9 @@ class FeatureMoments(nn.Module):
         counts, sums = self.counts.frozen, self.sums.frozen
         self.counts.frozen = counts + sign * torch.bincount(labels, minlength=len(counts))
         self.sums.frozen = sums.index_add(0, labels, features, alpha=sign)
+
+
+def _without_rounding(scatter: Tensor, squares: Tensor) -> Tensor:
+    """Return zero for a difference of second moments that is nothing but their rounding."""
+    is_rounding = scatter.trace().abs() <= MIN_VARIANCE * squares.trace()
+    return torch.zeros_like(scatter) if is_rounding else scatter
