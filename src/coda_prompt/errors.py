@@ -127,6 +127,25 @@ class MissingData(CodaError):
         super().__init__(f"{path}: {problem}. {remedy}")
 
 
+class WrongFolder(MissingData):
+    """A folder of class folders was expected, and they are elsewhere.
+
+    Args:
+        folder: What was named.
+        problem: What is wrong with it.
+        remedy: What to do, besides naming another folder.
+        instead: The folders to name.
+    """
+
+    def __init__(
+        self, folder: object, problem: str, remedy: str, instead: Sequence[object]
+    ) -> None:
+        self.folder, self.instead = str(folder), [str(each) for each in instead]
+        named = join_names(self.instead)
+        remedy = f"Name the folder with the classes: {named}. {remedy}".rstrip()
+        super().__init__(folder, problem, remedy)
+
+
 class BadImage(CodaError):
     def __init__(
         self,

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from coda_prompt import __version__
 from coda_prompt.cli import bench, catalog, data, editing, learner, predict, serve, stream
 from coda_prompt.console import escape_control_characters
-from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted
+from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted, WrongFolder
 
 
 class Commands(TyperGroup):
@@ -115,6 +115,9 @@ def main() -> None:
         message = str(error)
         if isinstance(error, Interrupted):
             message = f"Interrupted. Progress is saved. Resume with: {learner.resume_command()}"
+        if isinstance(error, WrongFolder):
+            for folder in error.instead:
+                message += f"\n  {learner.resume_command({error.folder: folder})}"
         typer.echo(f"coda: {escape_control_characters(message)}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:

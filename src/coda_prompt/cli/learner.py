@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -253,9 +255,15 @@ def export(
         console.print_message(f"{name}: {size / 1e6:.1f} MB")
 
 
-def resume_command() -> str:
-    """Return the command that is running, for a terminal."""
-    return shlex.join(["coda", *sys.argv[1:]])
+def resume_command(changes: Mapping[str, str] | None = None) -> str:
+    """Return the command that is running, for a terminal.
+
+    Args:
+        changes: Paths to name instead of others.
+    """
+    changes = {os.path.normpath(old): new for old, new in (changes or {}).items()}
+    arguments = [changes.get(os.path.normpath(each), each) for each in sys.argv[1:]]
+    return shlex.join(["coda", *arguments])
 
 
 def _finish_saving(model: Path, *, writes: bool) -> None:

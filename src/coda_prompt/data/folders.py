@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,7 @@ import numpy as np
 from coda_prompt.console import is_valid_class_name
 from coda_prompt.data.images import image_suffixes
 from coda_prompt.data.sources import FileSplit, Source
-from coda_prompt.errors import MissingData
+from coda_prompt.errors import MissingData, WrongFolder, counted, join_names
 
 DOMAIN_PREFIX = "domains:"
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
@@ -58,11 +58,14 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
         remedy = "Name the two folders train and test, or point at a folder of class folders to "
         raise MissingData(root, problem, f"{remedy}have it split 80/20.")
     files = _complete_classes(folders)
+    refuse_groups(folders, files, benchmark=True)
     train: dict[str, list[str]] = {}
     test: dict[str, list[str]] = {}
     for class_name, paths in files.items():
         train[class_name], test[class_name] = _random_split(paths, root, seed)
     notes = [f"random 80/20 split of each class (seed {seed}): there is no train/ and test/"]
+    if nested := nested_images(folders, files):
+        notes.append(f"{counted(len(nested), 'image')} in folders below class folders included")
     if folders.loose_images:
         notes.append(f"{folders.loose_images} images outside class folders ignored")
     if untested := sum(not paths for paths in test.values()):
@@ -218,6 +221,71 @@ def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
             )
             raise MissingData(folders.paths[name], f"class '{name}' has no image", remedy)
     return files
+
+
+def nested_images(folders: ClassFolders, files: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the images that are in folders below their class folder.
+
+    Args:
+        folders: The class folders.
+        files: The images in and below each of them.
+    """
+    return [
+        path
+        for name, images in files.items()
+        for path in images
+        if os.path.dirname(path) != folders.paths[name]
+    ]
+
+
+def refuse_nested(folders: ClassFolders, files: Mapping[str, Sequence[str]]) -> None:
+    """Check that all images are directly in their class folders; see `nested_images`.
+
+    Raises:
+        MissingData: Some are below, so their class is not certain.
+        WrongFolder: All are below: there are folders of class folders.
+    """
+    refuse_groups(folders, files)
+    if nested := nested_images(folders, files):
+        places = sorted({os.path.relpath(os.path.dirname(path), folders.root) for path in nested})
+        number = f"{counted(len(nested), 'image')} in folders below class folders"
+        remedy = "Move these images up into the class folder, or, if their folder is a class of "
+        remedy += "its own, move that beside the other classes."
+        raise MissingData(folders.root, f"{number} ({join_names(places)})", remedy)
+
+
+def refuse_groups(
+    folders: ClassFolders, files: Mapping[str, Sequence[str]], *, benchmark: bool = False
+) -> None:
+    """Check that not all folders have folders of images instead of images.
+
+    Args:
+        folders: The class folders.
+        files: The images in and below each of them.
+        benchmark: Whether folders of domains, and of train/ and test/, can be opened instead.
+
+    Raises:
+        WrongFolder: They have: the classes are one level further down, or more.
+    """
+    groups = {name: images for name, images in files.items() if images}
+    nested = nested_images(folders, groups)
+    places = sorted({os.path.dirname(path) for path in nested})
+    splits_of_classes = {os.path.basename(place) for place in places} <= _SPLIT_NAMES
+    if splits_of_classes or len(nested) < sum(map(len, groups.values())):
+        return
+    instead = []
+    for images in groups.values():
+        parents = {os.path.dirname(os.path.dirname(path)) for path in images}
+        train = {each for each in parents if os.path.basename(each) == "train"}
+        instead.append(os.path.commonpath(parents if benchmark else train or parents))
+    if benchmark and len(groups) > 1:
+        instead = [f"{DOMAIN_PREFIX}{folders.root}"]
+    shown = join_names(os.path.relpath(place, folders.root) for place in places)
+    names = join_names(f"'{name}'" for name in groups)
+    one = len(groups) == 1
+    remedy = f"If {names} {'is a class' if one else 'are classes'}, move the images up into "
+    problem = f"the images are in folders of folders ({shown})"
+    raise WrongFolder(folders.root, problem, f"{remedy}{'it' if one else 'them'}.", instead)
 
 
 def files_below(

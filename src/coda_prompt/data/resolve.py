@@ -46,6 +46,7 @@ from coda_prompt.errors import (
     CodaError,
     MissingData,
     UnknownName,
+    WrongFolder,
     WrongType,
     counted,
 )
@@ -274,16 +275,14 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     names = list(listed.paths)
     if names and set(names) <= {"train", "test", "val", "valid", "validation"}:
         training = root / ("train" if "train" in names else names[0])
-        raise MissingData(
-            root,
-            f"it contains {', '.join(names)}, which are splits of a dataset and not classes",
-            f"Name the one to learn from: {training}.",
-        )
+        problem = f"it contains {', '.join(names)}, which are splits of a dataset and not classes"
+        raise WrongFolder(root, problem, "", [training])
     files: dict[str, list[str]] = {}
     others: list[str] = []
     for name, path in listed.paths.items():
         files[name], others_here = folders.files_below(path, listed.ancestors)
         others += others_here
+    folders.refuse_nested(listed, files)
     hint = heic_hint(others) if others else None
     rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
     split = FileSplit((path for group in files.values() for path in group), rows)
