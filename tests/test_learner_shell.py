@@ -154,7 +154,7 @@ def test_results_as_json(session: tuple[Path, dict[str, str]]) -> None:
         (("learn", "my-model", "sketches/task-1", "--backbone", "deit-tiny"), "was made with"),
         (("learn", "other", "sketches/task-1", "--method", "er-5000"), "keeps none"),
         (("learn", "other", "nowhere"), "no such folder"),
-        (("evaluate", "my-model", "sketches"), "has not learned"),
+        (("evaluate", "my-model", "sketches"), "Name the folder with the classes"),
         (("undo", "sketches"), "Use a folder that 'coda learn' created"),
         (("export", "my-model", "no/such/folder/x.onnx"), "no such folder"),
     ],

@@ -37,6 +37,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that was probably meant; None if none is similar."""
+    names = sorted(known)
+    longer = [each for each in names if name and each.lower().startswith(name.lower())]
+    similar = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return similar[0] if similar else None
+
+
 class UnknownName(CodaError):
     """An option, method, backbone or field that does not exist.
 
@@ -49,9 +57,8 @@ class UnknownName(CodaError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], owner: str = "") -> None:
         names = sorted(known)
-        longer = [each for each in names if name and each.startswith(name.lower())]
-        nearest = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"Did you mean '{nearest[0]}'?" if nearest else f"Choose one of: {', '.join(names)}."
+        nearest = nearest_name(name, names)
+        hint = f"Did you mean '{nearest}'?" if nearest else f"Choose one of: {', '.join(names)}."
         where = f" in {owner}" if owner else ""
         super().__init__(f"There is no {kind} '{name}'{where}. {hint}")
 
@@ -107,9 +114,12 @@ class NotLearned(CodaError):
             super().__init__(f"{name} has not learned any class yet. Call learn first.")
         else:
             known_classes = f" It knows {len(known)}: {join_names(known)}." if known else ""
+            nearest = nearest_name(str(classes[0]), known) if len(classes) == 1 else None
+            advice = "Check the spelling, learn these classes first, or leave them out."
+            if nearest is not None:
+                advice = f"Did you mean '{nearest}'?"
             super().__init__(
-                f"{name} has not learned {join_names(classes)}. Check the spelling, learn these "
-                f"classes first, or leave them out.{known_classes}"
+                f"{name} has not learned {join_names(classes)}. {advice}{known_classes}"
             )
 
 
@@ -163,7 +173,7 @@ class BadImages(CodaError):
         self.problems = tuple(problems)
         count = f"{len(problems)} images" if len(problems) > 1 else "An image"
         super().__init__(
-            f"{count} cannot be used. Fix or remove the files, or skip them with --skip-bad "
+            f"{count} cannot be used. Correct this, or skip such images with --skip-bad "
             "(skip_bad=True):\n" + "\n".join(f"  {problem}" for problem in problems)
         )
 

@@ -27,6 +27,13 @@ class Commands(TyperGroup):
             _hide_types_of_flags(command.get_params(ctx))
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:  # pydantic, which typer uses, adds what it raised
+            error.message = error.message.replace("Value error, ", "")
+            raise
+
     def get_params(self, ctx: Any) -> Any:
         return _hide_types_of_flags(super().get_params(ctx))
 

@@ -23,6 +23,7 @@ ClassName = Annotated[str, typer.Argument(help="Class name.", autocompletion=com
 
 
 @app.command(epilog="Example: `coda rename my-model cat 'house cat'`")
+@options.with_options(output=options.output_options)
 def rename(
     model: options.Model,
     old: ClassName,
@@ -30,14 +31,17 @@ def rename(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Rename a class."""
     with _edited(model, backbone, method) as classifier:
         classifier.rename(old, new)
-    _print_state(model, f"{old} is now {new}", as_json)
+    _print_state(model, f"{old} is now {new}", as_json, output)
 
 
 @app.command("merge-classes", epilog="Example: `coda merge-classes my-model mug cup --into cup`")
+@options.with_options(output=options.output_options)
 def merge_classes(
     model: options.Model,
     names: Annotated[
@@ -47,14 +51,17 @@ def merge_classes(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Merge classes into one, as if they had been taught under one name."""
     with _edited(model, backbone, method) as classifier:
         classifier.merge_classes(names, into)
-    _print_state(model, f"{join_names(names)} are now {into}", as_json)
+    _print_state(model, f"{join_names(names)} are now {into}", as_json, output)
 
 
 @app.command(epilog="Example: `coda forget my-model 'a person'`")
+@options.with_options(output=options.output_options)
 def forget(
     model: options.Model,
     name: ClassName,
@@ -62,6 +69,8 @@ def forget(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Remove a class from a model and all its versions. This cannot be undone."""
     from coda_prompt.learner.store import read_description
@@ -77,13 +86,14 @@ def forget(
     if as_json:
         console.print_json(dataclasses.asdict(forgotten))
         return
-    _print_state(model, f"{name} ({counted(forgotten.images, 'image')}) is removed")
-    console.print_message(
+    _print_state(model, f"{name} ({counted(forgotten.images, 'image')}) is removed", False, output)
+    output.message(
         f"{counted(forgotten.versions, 'earlier version')} rewritten; {forgotten.remains}"
     )
 
 
 @app.command(epilog="Example: `coda relabel my-model corrected/ --from cat`")
+@options.with_options(output=options.output_options)
 def relabel(
     model: options.Model,
     folder: options.Folder,
@@ -96,6 +106,8 @@ def relabel(
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Move images that were taught as the wrong class; FOLDER has them under the right name.
 
@@ -108,16 +120,19 @@ def relabel(
         console.print_json(counts)
         return
     moved = ", ".join(f"{count} to {name}" for name, count in counts.items())
-    _print_state(model, f"moved from {taught_as}: {moved}")
+    _print_state(model, f"moved from {taught_as}: {moved}", False, output)
 
 
 @app.command(epilog="Examples: `coda undo my-model`; `coda undo my-model --to 3`")
+@options.with_options(output=options.output_options)
 def undo(
     model: options.Model,
     to: Annotated[
         int | None, typer.Option(min=0, help="Number of a version, see `coda history`.")
     ] = None,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Undo the newest lesson or edit: restores the previous version, bit for bit."""
     from coda_prompt.learner import store
@@ -125,17 +140,23 @@ def undo(
     with contextlib.suppress(CorruptFile):  # a damaged model can be undone, a missing one cannot
         store.read_model(model)
     with store.exclusive_writer(model):
-        _print_restored(model, store.restore_version(model, to), as_json)
+        _print_restored(model, store.restore_version(model, to), as_json, output)
 
 
 @app.command(epilog="Example: `coda redo my-model`")
-def redo(model: options.Model, as_json: options.AsJson = False) -> None:
+@options.with_options(output=options.output_options)
+def redo(
+    model: options.Model,
+    as_json: options.AsJson = False,
+    *,
+    output: console.Output,
+) -> None:
     """Restore the version that was undone last, bit for bit."""
     from coda_prompt.learner import store
 
     store.read_model(model)
     with store.exclusive_writer(model):
-        _print_restored(model, store.restore_version(model, redo=True), as_json)
+        _print_restored(model, store.restore_version(model, redo=True), as_json, output)
 
 
 @app.command(epilog="Example: `coda history my-model`")
@@ -199,12 +220,15 @@ def diff(
 
 
 @app.command(epilog="Example: `coda merge model-a model-b --out joined`")
+@options.with_options(output=options.output_options)
 def merge(
     models: Annotated[list[Path], typer.Argument(help="Two or more model folders.")],
     out: Annotated[Path, typer.Option(help="Folder of the joined model.")],
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
+    *,
+    output: console.Output,
 ) -> None:
     """Join models that were taught apart, without their images.
 
@@ -221,7 +245,7 @@ def merge(
     ]
     joined = ContinualClassifier.merge(classifiers)
     joined.save(out)
-    _print_state(out, f"{len(models)} models joined", as_json)
+    _print_state(out, f"{len(models)} models joined", as_json, output)
     if joined.network.detector is None:
         reason = "not all of the models have statistics of this version for it"
         console.print_message(f"--unknown auto will not work with the joined model: {reason}")
@@ -236,7 +260,7 @@ def _edited(
     return edited(model, backbone=backbone, method=method, forgets=forgets)
 
 
-def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
+def _print_restored(model: Path, restored: "Model", as_json: bool, output: console.Output) -> None:
     description = restored.description
     if as_json:
         _print_version(restored)
@@ -244,10 +268,10 @@ def _print_restored(model: Path, restored: "Model", as_json: bool) -> None:
     classes, lessons = len(description.classes), len(description.tasks)
     counts = f"{counted(classes, 'class')} in {counted(lessons, 'lesson')}"
     name = console.decode_file_name(str(model))
-    console.print_message(f"{name}: now {counts} (version {restored.number})")
+    output.message(f"{name}: now {counts} (version {restored.number})")
 
 
-def _print_state(model: Path, what: str, as_json: bool = False) -> None:
+def _print_state(model: Path, what: str, as_json: bool, output: console.Output) -> None:
     """Print an edit and what the model has now."""
     from coda_prompt.learner import store
 
@@ -256,7 +280,7 @@ def _print_state(model: Path, what: str, as_json: bool = False) -> None:
         _print_version(current)
         return
     classes = counted(len(current.description.classes), "class")
-    console.print_message(f"{console.decode_file_name(str(model))}: {what}; {classes}")
+    output.message(f"{console.decode_file_name(str(model))}: {what}; {classes}")
 
 
 def _print_version(model: "Model") -> None:

@@ -66,7 +66,7 @@ def learn(
     from coda_prompt.learner.feedback import LearnerProgress
     from coda_prompt.shutdown import ShutdownFlag
 
-    check = watch or check
+    options.check_order(model, folder)
     devices = _with_precision(devices, precision, queries, fast=fast)
     stop = ShutdownFlag()
     with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def learn(
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         images = labelled(folder, skip_bad=skip_bad)
-        checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
+        checked = _open_checked(watch or check, skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_), resume_command()
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)
@@ -128,6 +128,7 @@ def evaluate(
     from coda_prompt.learner.confusion import check_picture, draw_confusion
     from coda_prompt.learner.feedback import LearnerProgress
 
+    options.check_order(model, folder)
     if picture is not None:
         check_picture(picture)
     classifier = ContinualClassifier.load(
@@ -275,6 +276,13 @@ def _finish_saving(model: Path, *, writes: bool) -> None:
         store.end_lesson(model)
     shown = console.escape_control_characters(str(model))
     typer.echo(ALREADY_LEARNED.format(shown), err=True)
+
+
+def _open_checked(folder: Path | None, skip_bad: bool) -> "Labelled | None":
+    """Open the images of older classes that are evaluated before and after."""
+    from coda_prompt.data.resolve import labelled
+
+    return None if folder is None else labelled(folder, part="test", skip_bad=skip_bad)
 
 
 def _print_lesson(

@@ -30,6 +30,20 @@ def _model_folder(name: str) -> Path:
     return Path(name)
 
 
+def check_order(model: Path, *others: str) -> None:
+    """Check that a model was not named after the images instead of before them.
+
+    Raises:
+        BadOption: It was.
+    """
+    from coda_prompt.learner.store import MODEL
+
+    named_later = [name for name in others if (Path(name) / MODEL).is_file()]
+    if named_later and not (model / MODEL).is_file():
+        problem = f"{model} is no model, and {named_later[0]} is one; name the model first"
+        raise BadOption("the command", "model", problem)
+
+
 Model = Annotated[Path, typer.Argument(help="Model folder.", parser=_model_folder, metavar="model")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 SkipBad = Annotated[bool, typer.Option(help="Skip unreadable images instead of failing.")]

@@ -67,6 +67,7 @@ def predict(
     if sum((bool(images), watch is not None, camera is not None)) > 1:
         problem = "name images, or use --watch or --camera; not several of them"
         raise BadOption("coda predict", "images", problem)
+    options.check_order(model, *(images or []))
     fabric = find_device(device, precision)
     classifier = SavedEstimator.load(model, backbone=backbone, method=method, fabric=fabric)
     answer: dict[str, Any] = {"top": top, "rule": rule}
@@ -111,7 +112,9 @@ def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> li
     paths = image_paths(names, lambda hint: output.message(f"note: {hint}"))
     missing = [] if skip_bad else [path for path in paths if not Path(path).is_file()]
     if missing:
-        raise BadImages([BadImage(path, "there is no such file") for path in missing])
+        raise BadImages(
+            [BadImage(path, "there is no such file", "Check the path.") for path in missing]
+        )
     if not paths:
         remedy = "Name files or folders, or use --watch or --camera."
         raise MissingData("coda predict", "there is no image to predict", remedy)

@@ -30,7 +30,7 @@ class LearnerProgress(console.ProgressBar):
         super().__init__()
         self.add_task("reading images", total=None)
         (self._task,) = self.tasks
-        self._quiet = quiet
+        self._quiet, self._part = quiet, 1
         self.disable = self.disable or quiet
         self._printed = self._began = time.monotonic()
 
@@ -44,8 +44,12 @@ class LearnerProgress(console.ProgressBar):
             self._show(status, done, event.epochs * event.steps)
 
     def _show(self, status: str, done: int, total: int) -> None:
-        if total != self._task.total or done < self._task.completed:
-            self._began = time.monotonic()  # of another pass
+        if self._task.total is not None and (
+            total != self._task.total or done < self._task.completed
+        ):  # of another pass, whose share of the whole is not known
+            self._began, self._part = time.monotonic(), self._part + 1
+        if self._part > 1:
+            status = f"part {self._part}: {status}"
         self.update(self._task.id, description=status, completed=done, total=total)
         silent = self._quiet or not self.disable or done >= total
         if not silent and time.monotonic() - self._printed >= LINE_INTERVAL:

@@ -110,5 +110,12 @@ def resolve_method(description: Description, named: str | None, folder: Path) ->
 
 
 def _other_method(made_with: str, named: str) -> errors.BadOption:
+    """Return the error of a model made with another method than the one named.
+
+    Raises:
+        UnknownName: There is no such method.
+    """
+    if ".py" not in named:
+        methods.find(named)
     problem = f"this model was made with {made_with}; make another model for {named}"
     return errors.BadOption("the model", "method", problem)

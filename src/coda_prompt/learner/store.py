@@ -453,5 +453,18 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-        raise MissingData(path, problem, "Use a folder that 'coda learn' created.") from error
+        raise _unreadable_model(path.parent, error) from error
+
+
+def _unreadable_model(folder: Path, error: OSError) -> MissingData:
+    """Describe why the model of a folder cannot be read."""
+    remedy = "Use a folder that 'coda learn' created."
+    if not folder.exists():
+        problem = "there is no such model"
+    elif not folder.is_dir():
+        problem = "this is a file, and a model is a folder"
+    elif isinstance(error, FileNotFoundError):
+        problem = "there is no model in this folder"
+    else:
+        problem, remedy = f"the model cannot be read ({error.strerror})", "Check its permissions."
+    return MissingData(folder, problem, remedy)

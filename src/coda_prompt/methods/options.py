@@ -29,7 +29,7 @@ def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][:1]) or "?"
-        raise BadOption(owner, field, first["msg"].lower()) from error
+        raise BadOption(owner, field, first["msg"].removeprefix("Value error, ").lower()) from error
 
 
 def option_meanings(config_type: type[Any]) -> dict[str, str]:

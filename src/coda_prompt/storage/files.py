@@ -29,18 +29,26 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that has the old or the new content even after a crash or power loss."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        _replace(temporary, path)
+        with _errors_naming(path):
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            _replace(temporary, path)
         _sync_folder(path.parent)
-    except OSError as error:
-        if error.filename is None and error.errno is not None:  # "disk full" names no file
-            error.filename = str(path)
-        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _errors_naming(path: Path) -> Iterator[None]:
+    """Let errors of the file system name what a user knows, and not a temporary file or a lock."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _replace(temporary: Path, path: Path) -> None:
@@ -79,11 +87,13 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
 
     lock, owner = filelock.FileLock(folder / LOCK, timeout=0), folder / OWNER
     try:
-        lock.acquire()
+        with _errors_naming(folder):
+            lock.acquire()
     except filelock.Timeout:
         raise busy(folder, _read_pid(owner)) from None
     try:
-        write_atomically(owner, f"{os.getpid()}".encode())
+        with _errors_naming(folder):
+            write_atomically(owner, f"{os.getpid()}".encode())
         yield
     finally:
         owner.unlink(missing_ok=True)
