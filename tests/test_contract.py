@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 from small import PLAIN_VIEWS, patterns, quick_method, reloaded, tiny_vit
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from coda_prompt.data.stream import Samples, Task, make_stream
 from coda_prompt.methods import METHODS, Method, PromptMethod
 from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.methods.coda_ranpac import CodaRanPAC
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Result, Training
 
 EVERY = sorted(METHODS)
-PROMPTED = [name for name in EVERY if issubclass(METHODS[name].type, PromptMethod)]
+PROMPTED = [name for name in EVERY if issubclass(METHODS[name].type, PromptMethod | CodaRanPAC)]
 ONE_AFTER_ANOTHER = [name for name in EVERY if METHODS[name].type.trains_on == "task"]
 UNEVEN = [["0", "1", "2"], ["3", "4"], ["5", "6", "7", "8"]]
 
@@ -32,6 +33,12 @@ def engine(**options: Any) -> Engine:
 
 def stream_of(class_lists: list[list[str]], train: int = 10) -> tuple[Task, ...]:
     return make_stream(patterns(classes=10, train=train), class_lists=class_lists).tasks
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_family_is_composed_not_inherited(name: str) -> None:
+    ancestors = METHODS[name].type.__mro__[1:]
+    assert ancestors.index(nn.Module) <= 5, [each.__name__ for each in ancestors]
 
 
 @functools.cache
@@ -70,7 +77,7 @@ def frozen_parts(method: Method) -> dict[str, Tensor]:
         "OSPrompt": ("components", "keys"),
     }.get(type(method).__name__, ())
     parts = {kind: getattr(method, kind).frozen.clone() for kind in kinds}
-    assert isinstance(method, PromptMethod)
+    assert isinstance(method, PromptMethod | CodaRanPAC)
     head = {
         "head.weight": method.head.weight.frozen.clone(),
         "head.bias": method.head.bias.frozen.clone(),
@@ -175,14 +182,15 @@ def test_a_task_of_one_class(name: str, first: list[str]) -> None:
     method = quick_method(name)
     driver = engine()
     losses = driver.learn(method, tasks[0])
-    sizes = method.component_sizes.rows.tolist() if isinstance(method, CodaPrompt) else []
+    has_components = isinstance(method, CodaPrompt | CodaRanPAC)
+    sizes = method.component_sizes.rows.tolist() if has_components else []
     losses += driver.learn(method, tasks[1], past=tasks[:1])
     assert all(np.isfinite(losses))
     assert method.logits(some_images()).isfinite().all()
     over_all, _ = driver.evaluate(method, tasks[1].test, [len(first)])
     if name in PROMPTED or METHODS[name].type.closed_form:
         assert over_all >= 0.8
-    if isinstance(method, CodaPrompt):
+    if has_components:
         assert method.component_sizes.rows.tolist() == [*sizes, 0], "untrained ones would disturb"
 
 

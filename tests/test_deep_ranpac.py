@@ -135,7 +135,7 @@ def test_prompted_features_have_the_prefixes_of_the_first_task(name: str) -> Non
         queries = method.queries(images)
         features = method.features(images, None)
         for number, image in enumerate(images):
-            prefixes = method.prefixes(queries[number : number + 1])
+            prefixes = method.prompts.prefixes(queries[number : number + 1])
             expected = tokens_of_blocks(vit, image, 3, prefixes)
             torch.testing.assert_close(features[number], expected, rtol=1e-4, atol=1e-4)
         scores = method.statistics(features)

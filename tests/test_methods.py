@@ -315,7 +315,7 @@ def test_coda_with_ranpac_s_classifier_adapts_in_the_first_task_only() -> None:
     method = methods.make("coda-p-ranpac", tiny_vit(), components=4, width=64, ridge=1.0)
     driver = Engine(PLAIN_VIEWS, Training(epochs=2, batch_size=8))
     assert len(driver.learn(method, tasks[0])) == 2
-    prompts = {kind: getattr(method, kind).frozen.clone() for kind in method.prompt_banks}
+    prompts = {kind: getattr(method, kind).frozen.clone() for kind in method.prompts.prompt_banks}
     assert prompts["components"].shape[1] > 0
     for task in tasks[1:]:
         assert driver.learn(method, task) == [], "nothing trains"

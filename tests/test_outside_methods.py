@@ -41,9 +41,9 @@ class Mine(NearestClassMean):
 
 WIDER = """
 import torch
-from coda_prompt.methods.token_ranpac import CodaTokenRanPAC
+from coda_prompt.methods.coda_ranpac import CodaRanPAC
 
-class Mine(CodaTokenRanPAC):
+class Mine(CodaRanPAC):
     "Tokens with the query, which is one more token."
 
     def feature_width(self):
@@ -374,7 +374,8 @@ def test_example_of_the_guide_learns_a_stream(tmp_path: Path) -> None:
 
 def test_features_of_a_closed_form_on_prompts_may_be_wider_than_the_head(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WIDER)
-    mine = methods.make(f"{tmp_path}/mine.py:Mine", tiny_vit(), width=32, last_blocks=1)
+    options = {"features": "tokens", "ridge": "relative", "width": 32, "last_blocks": 1}
+    mine = methods.make(f"{tmp_path}/mine.py:Mine", tiny_vit(), **options)
     stream = make_stream(patterns(classes=4, train=4), tasks=2)
     Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=4)).run(mine, stream)
     assert mine.statistics.projected == 32 + 3 * tiny_vit().config.width

@@ -24,7 +24,7 @@ from coda_prompt.data.renditions import STYLES
 from coda_prompt.data.sources import Split
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.methods.loranpac import LoRanPAC
-from coda_prompt.methods.ridge import RidgeClassifier
+from coda_prompt.methods.ranpac import RanPAC
 from coda_prompt.methods.shrinkage import shrink_covariance
 from coda_prompt.methods.slda import StreamingLDA
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
@@ -117,7 +117,7 @@ def condition_number(method: Method) -> float:
     """Return that of the matrix a method inverts; NaN if it inverts none."""
     if isinstance(method, LoRanPAC):
         squares = method.statistics.spectrum.frozen.double().square().sum(dim=1)
-    elif isinstance(method, RidgeClassifier):
+    elif isinstance(method, RanPAC):
         gram = method.statistics._unpacked(torch.float64)
         ridge = method.statistics._effective_ridge(float(gram.trace()))
         squares = torch.linalg.eigvalsh(gram).clamp_min(0) + ridge

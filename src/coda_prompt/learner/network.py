@@ -150,7 +150,8 @@ class Network:
             detector: Has the statistics.
         """
         method, norm = self.method, self.backbone.vit.norm
-        if detector is None or not isinstance(method, ClosedForm) or not method.plain_queries:
+        fits_queries = isinstance(method, ClosedForm) and method.closed_form
+        if detector is None or not (fits_queries and method.plain_queries):
             return calibration.merge_temperatures(fits, method.temperature)
 
         def scores(features: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Method(nn.Module):
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Public name -> option values: one class may provide several rows of a results table."""
-    needs_queries: ClassVar[bool] = False
+    needs_queries: bool = False
     """Whether it uses queries: the class token of each image after the plain frozen ViT."""
     trains_on: ClassVar[Literal["task", "all"]] = "task"
     """Whether it learns task after task, or all tasks of a stream at once."""

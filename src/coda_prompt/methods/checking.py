@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coda_prompt.errors import BadMethod
 from coda_prompt.methods.base import Loss, Method, TrainedMethod
-from coda_prompt.methods.ridge import RidgeClassifier
+from coda_prompt.methods.ranpac import RanPAC
 from coda_prompt.methods.stages import TrainingBatch
 
 Problem = str | None
@@ -61,7 +61,7 @@ def _mismatch(value: object, *expected: int | str) -> Problem:
 
 def _of_features(method: Method, value: object, images: Any) -> Problem:
     width: int | str = "features"
-    if isinstance(method, RidgeClassifier):
+    if isinstance(method, RanPAC):
         width = method.feature_width()
     elif isinstance(method, TrainedMethod):
         width = method.head.width

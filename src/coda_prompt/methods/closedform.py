@@ -1,7 +1,4 @@
-"""Baselines on frozen features without training: nearest class mean and RanPAC.
-
-RanPAC: McDonnell et al., NeurIPS 2023, https://arxiv.org/abs/2307.02251.
-"""
+"""Methods that fit frozen features without training, and the nearest class mean."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from coda_prompt.methods.additive import (
 )
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
-from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
 from coda_prompt.methods.sums import Chunk, TaskSums
 from coda_prompt.model.vit import Images, ViT
 
@@ -134,17 +130,3 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
     def _is_consistent(self) -> bool:
         rows = {len(bank) for bank in self.class_banks}
         return super()._is_consistent() and rows == {self.classes_seen}
-
-
-class RanPAC(RidgeClassifier, ClosedForm):
-    """RanPAC: ridge regression on a random ReLU projection of frozen features."""
-
-    Config = RidgeConfig
-    variants = MappingProxyType({"ranpac": {}})
-    removable_option = ("blend", "removable")
-
-    def scores(self, features: Tensor) -> Tensor:
-        return self.statistics(features)
-
-    def parameter_count(self) -> ParameterCount:
-        return ParameterCount(0, self.statistics.sums.frozen.numel())

@@ -1,4 +1,4 @@
-"""CODA-P-RanPAC: CODA-Prompt's prompts, learned in the first task, with RanPAC's classifier.
+"""CODA-P-RanPAC: RanPAC on a ViT with CODA-Prompt's prompts, which are learned in the first task.
 
 Smith et al., CVPR 2023, https://arxiv.org/abs/2211.13218, and McDonnell et al., NeurIPS 2023,
 https://arxiv.org/abs/2307.02251.
@@ -8,48 +8,96 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from coda_prompt.errors import CannotEdit
 from coda_prompt.methods.additive import drop_rows
-from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief
+from coda_prompt.methods.base import Loss, ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.ridge import RidgeClassifier, RidgeConfig
-from coda_prompt.model.vit import Images
+from coda_prompt.methods.ranpac import RanPAC, RanPACConfig
+from coda_prompt.methods.stages import TrainingBatch
+from coda_prompt.model.vit import Images, ViT
 
 
 @dataclass(frozen=True, config=STRICT)
-class CodaRanPACConfig(CodaConfig, RidgeConfig):
-    """Options of CODA-P with RanPAC's classifier."""
+class CodaRanPACConfig(CodaConfig, RanPACConfig):
+    """Options of RanPAC with those of CODA-P's prompts."""
 
 
-class CodaRanPAC(RidgeClassifier, CodaPrompt):
+class CodaRanPAC(RanPAC):
     """CODA-P-RanPAC: prompts learned in the first task of several classes, RanPAC's classifier.
 
     The prompts are frozen afterwards, because changing them would invalidate the sums of older
     classes. The linear head is only used to train the prompts.
     """
 
-    Config: ClassVar[type[MethodConfig]] = CodaRanPACConfig
-    variants = MappingProxyType({"coda-p-ranpac": {}})
-    imprints = False
+    Config = CodaRanPACConfig
+    variants = MappingProxyType(
+        {f"coda-p-{name}": options for name, options in RanPAC.variants.items()}
+    )
+    removable_option = None
+    closed_form = False
+    loss_in_parts = True
     config: CodaRanPACConfig
+    prompts: CodaPrompt
+    """Trains the prompts. It is no module of its own: its banks are those of this method."""
+
+    def __init__(self, backbone: ViT, config: CodaRanPACConfig) -> None:
+        super().__init__(backbone, config)
+        prompts = FirstTaskPrompts(backbone, config)
+        object.__setattr__(self, "prompts", prompts)
+        for name, module in prompts.named_children():
+            setattr(self, name, module)
+        self.needs_queries, self.first_block = True, prompts.first_block
 
     def begin_task(self, brief: TaskBrief) -> None:
-        super().begin_task(brief)
-        if self.components.trainable is None:
-            self.head.close()
+        self.prompts.name = self.name
+        self.prompts.begin_task(brief)
+        self.in_task = True
+        self.grow_statistics(brief)
+        if self.prompts.components.trainable is None:
+            self.prompts.head.close()
+
+    def end_task(self) -> None:
+        self.prompts.end_task()
+        super().end_task()
+
+    def queries(self, images: Images) -> Tensor:
+        return self.prompts.queries(images)
+
+    @property
+    def plain_queries(self) -> bool:
+        return self.prompts.plain_queries
+
+    def features(self, images: Images, queries: Tensor | None) -> Tensor:
+        if queries is None:
+            images = self.backbone.start(images, self.prompts.first_block)
+            queries = self.queries(images)
+        prefixes = self.prompts.prefixes(queries)
+        if self.config.features == "final":
+            return self.backbone.features(images, prefixes)
+        return self.backbone.pooled_features(images, self.config.last_blocks, prefixes)
+
+    @property
+    def fixed_features(self) -> bool:
+        return not self.in_task and len(self.task_sizes) > 0
+
+    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
+        return self.prompts.prompt_weights(queries)
+
+    def loss(self, batch: TrainingBatch) -> Loss:
+        return self.prompts.loss(batch)
 
     def drop_classes(self, rows: Sequence[int]) -> None:
-        drop_rows((self.head.weight, self.head.bias), rows)
+        drop_rows((self.prompts.head.weight, self.prompts.head.bias), rows)
         super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        drop_rows((self.head.weight, self.head.bias), [row for row in rows if row != into])
+        others = [row for row in rows if row != into]
+        drop_rows((self.prompts.head.weight, self.prompts.head.bias), others)
         super().unite_classes(rows, into)
 
     def absorb(self, other: CodaRanPAC, rows: Sequence[int]) -> None:
@@ -58,20 +106,19 @@ class CodaRanPAC(RidgeClassifier, CodaPrompt):
             "differently prompted features do not add up"
         )
 
-    @property
-    def fixed_features(self) -> bool:
-        return not self.in_task and len(self.task_sizes) > 0
-
-    def scores(self, features: Tensor) -> Tensor:
-        return self.statistics(features)
-
-    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
-        return self.scores(self.features(images, queries))
-
     def parameter_count(self) -> ParameterCount:
-        prompts = sum(bank.frozen.numel() for bank in self.prompt_banks.values())
+        prompts = sum(bank.frozen.numel() for bank in self.prompts.prompt_banks.values())
         return ParameterCount(prompts, self.statistics.sums.frozen.numel())
 
+    def _is_consistent(self) -> bool:
+        return super()._is_consistent() and self.prompts._is_consistent()
+
+
+class FirstTaskPrompts(CodaPrompt):
+    """Prompts that are learned while there are no earlier classes."""
+
+    imprints = False
+
     def _new_components(self, brief: TaskBrief) -> int:
-        """Learn prompts only while the sums are empty."""
-        return 0 if self.statistics.classes else super()._new_components(brief)
+        earlier = self.classes_seen - int(self.task_sizes.frozen[-1])
+        return 0 if earlier else super()._new_components(brief)

@@ -88,6 +88,10 @@ class RandomFeatureMethod(Method):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
+        self.grow_statistics(brief)
+
+    def grow_statistics(self, brief: TaskBrief) -> None:
+        """Make room for the new classes of a task."""
         seed = keyed_generator(brief.seed, "projection").initial_seed() % 2**32
         self.statistics.grow(self.classes_seen, seed)
 

@@ -18,24 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.errors import CannotEdit
-from coda_prompt.methods.additive import (
-    AdditiveMethod,
-    AdditiveState,
-    absorb_rows,
-    drop_rows,
-    unite_rows,
-    without_classes,
-)
+from coda_prompt.methods.additive import absorb_rows, drop_rows, unite_rows, without_classes
 from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.moments import ClassFactors
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.random_features import (
-    RandomFeatureMethod,
-    RandomFeatures,
-    default_projected,
-)
+from coda_prompt.methods.random_features import RandomFeatures
 from coda_prompt.methods.sums import CHUNK_SIZE, Chunk, TaskSums
-from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 
 log = logging.getLogger(__name__)
@@ -74,45 +62,6 @@ class RidgeConfig(MethodConfig):
     within each class, whose second moments are stored apart, so that it can be forgotten."""
     balance: bool = False
     """Weight all classes equally, regardless of their number of images. Enabled by `coda learn`."""
-
-
-class RidgeClassifier(AdditiveMethod, RandomFeatureMethod):
-    """Mixin that classifies with `statistics`; list it before the method family in the bases."""
-
-    config: RidgeConfig
-    statistics: RandomRidge
-
-    def __init__(self, backbone: ViT, config: RidgeConfig) -> None:
-        super().__init__(backbone, config)
-        self.statistics = self.make_statistics()
-
-    def make_statistics(self) -> RandomRidge:
-        """Return the classifier, which has learned nothing yet."""
-        projected = self.config.width or default_projected(self.vit_config.width)
-        return RandomRidge(self.feature_width(), projected, self.config)
-
-    def feature_width(self) -> int:
-        """The number of features of an image."""
-        return self.vit_config.width
-
-    def statistics_parts(self) -> Sequence[AdditiveState]:
-        return (self.statistics,)
-
-    def task_sums(self, labels: Tensor) -> RidgeSums | None:
-        if self.statistics.factors is not None:
-            return None  # the moments of single classes do not add up over processes
-        return RidgeSums(self.statistics, labels, len(self.task_sizes))
-
-    def add_sums(self, sums: RidgeSums) -> None:
-        self.statistics.add_sums(sums)
-
-    def solve(self) -> None:
-        self.statistics.solve()
-
-    def _is_consistent(self) -> bool:
-        factors = self.statistics.factors
-        fits = factors is None or factors.is_consistent(self.classes_seen)
-        return super()._is_consistent() and fits
 
 
 class RandomRidge(RandomFeatures):
