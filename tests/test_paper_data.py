@@ -357,12 +357,42 @@ def test_without_a_protocol_the_package_defaults_apply() -> None:
 def test_unknown_protocol_or_release_section_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"protocol.*'paper', 'release-2022' or 'release-2023'"):
         load_benchmark("cifar-100-10", ["protocol=release"])
-    (tmp_path / "a.yaml").write_text("like: cifar-100-10\nrelease: 3\n")
-    with pytest.raises(BadOption, match="release"):
+    (tmp_path / "a.yaml").write_text("extends: cifar-100-10\nvariants: 3\n")
+    with pytest.raises(BadOption, match="variants"):
         load_benchmark(str(tmp_path / "a.yaml"))
-    (tmp_path / "a.yaml").write_text("like: cifar-100-10\nrelease: {trails: 3}\n")
+    (tmp_path / "a.yaml").write_text("extends: cifar-100-10\nvariants: {release: {trials: 3}}\n")
+    with pytest.raises(BadOption, match=r"variants.*'paper', 'release-2022' or 'release-2023'"):
+        load_benchmark(str(tmp_path / "a.yaml"))
+    variant = "extends: cifar-100-10\nvariants: {release-2023: {trails: 3}}\n"
+    (tmp_path / "a.yaml").write_text(variant)
+    assert load_benchmark(str(tmp_path / "a.yaml"), ["protocol=release-2022"]).trials == 5
     with pytest.raises(UnknownName, match="Did you mean 'trials'"):
         load_benchmark(str(tmp_path / "a.yaml"), ["protocol=release-2023"])
+
+
+def test_a_preset_is_merged_into_the_one_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "extends: pocket-dual-shift\nname: a\ntraining: {epochs: 1}\nmethods:\n"
+        "  ft++: {training: {batch_size: 8}}\n  ft: !replace {training: {batch_size: 8}}\n"
+        "  new: {method: coda-p}\n"
+    )
+    benchmark, base = load_benchmark(str(tmp_path / "a.yaml")), load_benchmark("pocket-dual-shift")
+    assert benchmark.training == {"epochs": 1, "batch_size": 16}
+    assert benchmark.stream == base.stream
+    assert benchmark.methods["ft++"].training == {"batch_size": 8, "learning_rate": 3e-4}
+    assert benchmark.methods["ft"].training == {"batch_size": 8}
+    assert list(benchmark.methods) == [*base.methods, "new"]
+
+
+def test_a_preset_that_extends_itself_is_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text(f"extends: {second}\nname: a\n")
+    second.write_text(f"extends: {first}\nname: b\n")
+    with pytest.raises(BadOption, match=r"extends itself.*a\.yaml <- .*b\.yaml"):
+        load_benchmark(str(first))
+    first.write_text("extends: [pocket]\n")
+    with pytest.raises(BadOption, match="extends"):
+        load_benchmark(str(first))
 
 
 def test_run_is_independent_of_the_data_folder(

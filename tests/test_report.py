@@ -462,7 +462,7 @@ def test_runs_with_other_data_or_weights_cannot_share_a_table(
 
 def test_duplicate_method_names_are_refused(tmp_path: Path) -> None:
     twice = tmp_path / "twice.yaml"
-    twice.write_text("like: pocket\nname: twice\nmethods:\n  coda-p: {}\n  coda-p: {}\n")
+    twice.write_text("extends: pocket\nname: twice\nmethods:\n  coda-p: {}\n  coda-p: {}\n")
     finished = coda("bench", str(twice), "--dry-run")
     assert finished.returncode == 2
     assert "'coda-p' appears twice" in finished.stderr

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 from reference_formats import http_page, model_format_page
 from reference_tables import table
 
-from coda_prompt.bench.config import shipped
+from coda_prompt.bench.config import read_fields, shipped
 from coda_prompt.cli import app
 from coda_prompt.methods import METHODS, describe
 from coda_prompt.methods.options import option_meanings
@@ -124,11 +122,10 @@ def _options() -> str:
 def _presets() -> str:
     rows: list[tuple[str, ...]] = []
     for name in shipped("presets"):
-        file = resources.files("coda_prompt") / "bench" / "presets" / f"{name}.yaml"
-        preset: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
-        rows.append((f"`{name}`", preset.get("like", ""), preset.get("description", "")))
+        preset = read_fields(name, "benchmark", "presets")
+        rows.append((f"`{name}`", preset.get("extends", ""), preset.get("description", "")))
     return "# Benchmark presets\n\n`coda bench NAME`.\n\n" + table(
-        ("preset", "based on", "description"), rows
+        ("preset", "extends", "description"), rows
     )
 
 

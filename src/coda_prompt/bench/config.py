@@ -152,6 +152,18 @@ class Benchmark(Section):
         return self.model_copy(update={"methods": sections, **emptied})
 
 
+class _Preset(BaseModel):
+    """A file of a benchmark before it is resolved; all other fields are those of `Benchmark`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    extends: str | None = None
+    """A preset or file whose fields apply where this one has no other. Sections are merged field by
+    field, except those tagged `!replace`."""
+    variants: dict[Protocol, dict[str, Any]] = {}
+    """What differs if `protocol` has this value; merged in the same way."""
+
+
 def shipped(folder: str) -> list[str]:
     """List the YAML files in `presets` or `sweeps` of the package, without extension."""
     return sorted(path.stem for path in (PACKAGE / folder).glob("*.yaml"))
@@ -178,21 +190,16 @@ def preset_rows() -> list[dict[str, Any]]:
 def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Benchmark:
     """Load a preset by name, or a YAML or JSON file, apply overrides and validate it.
 
-    The section `release` contains what the released scripts do differently in this benchmark. With
-    a `release-*` protocol it overrides the other fields, and is overridden by `overrides`.
-
     Raises:
         UnknownName: A preset, field or method does not exist.
         BadOption: A value is invalid.
     """
-    fields = _load_fields(name_or_path)
-    released = fields.pop("release", {})
-    if not isinstance(released, dict):
-        problem = "must contain fields of a benchmark"
-        raise BadOption(f"benchmark {name_or_path}", "release", problem)
+    preset = _load_preset(name_or_path)
+    fields = preset.model_extra or {}
     settings = _for_all_methods(fields, [_parse_override(override) for override in overrides])
-    if _apply(fields, settings).get("protocol") in RELEASES:
-        fields = _merge_nested(fields, released)
+    protocol = _apply(fields, settings).get("protocol")
+    for released, variant in preset.variants.items():
+        fields = _merge_nested(fields, variant) if released == protocol else fields
     fields = _apply(fields, settings)
     try:
         benchmark = Benchmark(**fields)
@@ -224,26 +231,20 @@ def _for_all_methods(
     return [*common, *per_method, *(setting for setting in settings if setting[0][0] != "training")]
 
 
-def _load_fields(name_or_path: str) -> dict[str, Any]:
-    """Read the fields of a preset; `like: other` inherits the other fields of that preset.
-
-    A field replaces the inherited one, with all its sections. In the section `changes`, only the
-    fields that it names are replaced: `changes: {methods: {coda-p: {training: {epochs: 5}}}}`.
-    """
+def _load_preset(name_or_path: str, extended_by: Sequence[str] = ()) -> _Preset:
+    """Read a preset; its fields are merged into those of the one that it extends."""
+    owner = f"benchmark {name_or_path}"
+    if name_or_path in extended_by:
+        raise BadOption(owner, "extends", f"it extends itself ({' <- '.join(extended_by)})")
     fields = read_fields(name_or_path, "benchmark", "presets")
-    base = fields.pop("like", None)
-    if base is None:
-        return fields
-    changes = fields.pop("changes", {})
-    if not isinstance(changes, dict):
-        problem = "must contain fields of a benchmark"
-        raise BadOption(f"benchmark {name_or_path}", "changes", problem)
-    if not isinstance(base, str):
-        raise BadOption(f"benchmark {name_or_path}", "like", "must be the name of a preset")
-    inherited = _load_fields(base)
-    inherited.pop("minutes", None)  # it is that of the other preset
-    merged: dict[str, Any] = _merge_nested({**inherited, **fields}, changes)
-    return merged
+    try:
+        base = _Preset.model_validate(fields).extends
+        if base is not None:
+            inherited = _load_preset(base, (*extended_by, name_or_path)).model_dump()
+            fields = _merge_nested(inherited, fields)
+        return _Preset.model_validate(fields)
+    except ValidationError as error:
+        raise bad_field(owner, error, {}, _Preset) from error
 
 
 def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
@@ -265,7 +266,7 @@ def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
             raise UnknownName(what, name_or_path, known)
         text = (PACKAGE / folder / f"{name_or_path}.yaml").read_bytes()
     try:
-        fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, _UniqueKeys)
+        fields = json.loads(text) if path.suffix == ".json" else yaml.load(text, _PresetLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
         problem = f"is not valid YAML or JSON ({problem})"
@@ -276,8 +277,12 @@ def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
     return fields
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys instead of taking the last one."""
+class _Replacement(dict[Any, Any]):
+    """Fields that replace those of a section that is extended, instead of being merged."""
+
+
+class _PresetLoader(yaml.SafeLoader):
+    """YAML loader that knows `!replace` and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -290,10 +295,18 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _replacement(loader: _PresetLoader, node: yaml.MappingNode) -> _Replacement:
+    return _Replacement(loader.construct_mapping(node, deep=True))
+
+
+_PresetLoader.add_constructor("!replace", _replacement)
+
+
 def _merge_nested(fields: Any, update: Any) -> Any:
     """Return nested fields, overridden by those of `update`."""
-    if not (isinstance(fields, dict) and isinstance(update, dict)):
+    if isinstance(update, _Replacement) or not isinstance(update, dict):
         return update
+    fields = fields if isinstance(fields, dict) else {}
     merged = {key: _merge_nested(fields.get(key), value) for key, value in update.items()}
     return {**fields, **merged}
 
@@ -314,7 +327,7 @@ def parse_value(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return yaml.load(text, _UniqueKeys)
+        return yaml.load(text, _PresetLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadOption("the command line", "set", f"'{text[:200]}' is not a value") from error
 
