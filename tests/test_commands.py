@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import typer
 from drawings import NAMES, drawings, taught
 from PIL import Image
-from test_inputs import FakeCapture
 from typer.testing import CliRunner, Result
 
 from coda_prompt import ContinualClassifier, cli
@@ -25,8 +23,7 @@ from coda_prompt.cli.completion import (
     complete_method,
     complete_preset,
 )
-from coda_prompt.data import live
-from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData, MissingExtra
+from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData
 from coda_prompt.learner import duration, feedback, store
 from coda_prompt.learner.feedback import LearnerProgress
 from coda_prompt.methods import METHODS
@@ -125,28 +122,6 @@ def test_photographs_are_predicted_in_the_fastest_precision(tmp_path: Path) -> N
     assert classifier(images[:1])[0].probability == default
     loaded = ContinualClassifier.load(tmp_path / "model", device="cpu", precision="32-true")
     assert loaded(images[:1])[0].probability == exact
-
-
-def test_predict_watches_a_folder(model: Path, png: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "new_files", lambda *_: iter([str(png), str(png)]))
-    done = coda("predict", model, "--watch", png.parent, "--json", "--top", "1")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["best"] for line in lines] == [NAMES[0]] * 2
-    assert "waiting for new images" in done.stderr
-    both = coda("predict", model, png, "--watch", png.parent)
-    assert isinstance(both.exception, BadOption)
-
-
-def test_predict_reads_a_camera(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("cv2")
-    module.VideoCapture = FakeCapture  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cv2", module)
-    done = coda("predict", model, "--camera", 0, "--every", 0, "--csv")
-    rows = [line.split(",")[0] for line in done.stdout.splitlines()]
-    assert rows == ["path", "camera 0", "camera 0"]
-    assert "gives no frame" in str(done.exception)
-    monkeypatch.setitem(sys.modules, "cv2", None)
-    assert isinstance(coda("predict", model, "--camera", 0).exception, MissingExtra)
 
 
 def test_progress_is_printed_in_lines_without_a_terminal(

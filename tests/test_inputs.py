@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
-import threading
-import types
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,11 @@ from coda_prompt import ContinualClassifier
 from coda_prompt.data import images as image_files
 from coda_prompt.data.images import FULL_SIZE, open_image
 from coda_prompt.data.inputs import as_image, image_items, image_paths
-from coda_prompt.data.live import camera_frames, new_files
 from coda_prompt.data.resolve import labelled
 from coda_prompt.errors import (
     BadImages,
     BadOption,
     CodaWarning,
-    MissingData,
-    MissingExtra,
     WrongType,
 )
 
@@ -188,55 +182,3 @@ def test_heic_is_read_if_the_decoder_is_installed(tmp_path: Path) -> None:
     heif.from_pillow(Image.new("RGB", (64, 48), "red")).save(tmp_path / "a.heic")
     image_files.image_suffixes.cache_clear()
     assert as_image(image_paths([tmp_path])[0]).size == (64, 48)
-
-
-# --- folders and cameras that are watched
-
-
-def test_new_files_are_yielded_once_when_complete(tmp_path: Path) -> None:
-    Image.fromarray(COLOURS).save(tmp_path / "old.png")
-    ended = threading.Event()
-    arriving = new_files(tmp_path, ended.is_set, poll=0.01)
-    timer = threading.Timer(0.05, Image.fromarray(COLOURS).save, [tmp_path / "new.png"])
-    timer.start()
-    assert next(arriving) == str(tmp_path / "new.png")
-    ended.set()
-    assert list(arriving) == []
-    with pytest.raises(MissingData, match="there is no such folder"):
-        next(new_files(tmp_path / "missing", ended.is_set))
-
-
-class FakeCapture:
-    """A camera with two frames; camera 7 is not connected."""
-
-    released = 0
-
-    def __init__(self, number: int) -> None:
-        self.number, self.frames = number, 2
-
-    def isOpened(self) -> bool:  # noqa: N802
-        return self.number != 7
-
-    def read(self) -> tuple[bool, Any]:
-        self.frames -= 1
-        return self.frames >= 0, COLOURS[:, :, ::-1]
-
-    def release(self) -> None:
-        FakeCapture.released += 1
-
-
-def test_frames_of_a_camera(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("cv2")
-    module.VideoCapture = FakeCapture  # type: ignore[attr-defined]
-    monkeypatch.setattr(FakeCapture, "released", 0)  # another test of this process may use it
-    monkeypatch.setitem(sys.modules, "cv2", module)
-    frames = camera_frames(0, lambda: False, interval=0)
-    assert [next(frames).shape, next(frames).shape] == [(5, 7, 3), (5, 7, 3)]
-    with pytest.raises(MissingData, match="camera 0: gives no frame"):
-        next(frames)
-    assert FakeCapture.released == 1
-    with pytest.raises(MissingData, match="camera 7: cannot be opened"):
-        next(camera_frames(7, lambda: False))
-    monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(MissingExtra, match=r"coda-prompt\[camera\]"):
-        next(camera_frames(0, lambda: False))

@@ -210,16 +210,8 @@ def _warn_renamed(folder: Path | None) -> Path | None:
 
 OldWatch = Annotated[Path | None, typer.Option("--watch", hidden=True, callback=_warn_renamed)]
 Images = Annotated[
-    list[str] | None,
+    list[str],
     typer.Argument(help="Files, folders or glob patterns; `-` reads paths from standard input."),
-]
-WatchFolder = Annotated[
-    Path | None,
-    typer.Option("--watch", help="Predict the images that are written to this folder from now on."),
-]
-Camera = Annotated[
-    int | None,
-    typer.Option(min=0, help="Predict frames of the camera with this number; the first is 0."),
 ]
 Every = Annotated[
     float,

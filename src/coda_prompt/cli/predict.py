@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
@@ -16,7 +16,7 @@ from coda_prompt.cli import options
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
 
 if TYPE_CHECKING:
-    from coda_prompt.learner.predictor import Prediction, Predictor
+    from coda_prompt.learner.predictor import Prediction
 
 app = typer.Typer()
 
@@ -26,20 +26,16 @@ Row = tuple[str, "Prediction"]
 @app.command(
     epilog="Examples: `coda predict my-model image.png`; `coda predict my-model photos/ --json`; "
     "`find . -name '*.jpg' | coda predict my-model - --csv`; "
-    "`coda predict my-model *.png --top 3 --unknown auto`; "
-    "`coda predict my-model --watch inbox/ --json`; `coda predict my-model --camera 0`"
+    "`coda predict my-model *.png --top 3 --unknown auto`"
 )
 @options.with_options(output=options.output_options)
 def predict(
     model: options.Model,
-    images: options.Images = None,
+    images: options.Images,
     top: options.Top = 5,
     unknown: options.Unknown = None,
     unknown_rate: options.UnknownRate = 0.05,
     unknown_below: options.UnknownBelow = 0.0,
-    watch: options.WatchFolder = None,
-    camera: options.Camera = None,
-    every: options.Every = 0.5,
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     device: options.Device = "auto",
@@ -50,11 +46,7 @@ def predict(
     *,
     output: console.Output,
 ) -> None:
-    """Predict the class of images: files, new files of a folder, or frames of a camera.
-
-    --watch and --camera run until Ctrl-C and print a line for each image; with --json, one JSON
-    object per line.
-    """
+    """Predict the class of images."""
     with _uncollected():
         from coda_prompt.learner.feedback import LearnerProgress
         from coda_prompt.learner.saving import SavedEstimator  # imports less than the classifier
@@ -64,28 +56,21 @@ def predict(
     rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
-    if sum((bool(images), watch is not None, camera is not None)) > 1:
-        problem = "name images, or use --watch or --camera; not several of them"
-        raise BadOption("coda predict", "images", problem)
-    options.check_order(model, *(images or []))
+    options.check_order(model, *images)
     fabric = find_device(device, precision)
     classifier = SavedEstimator.load(model, backbone=backbone, method=method, fabric=fabric)
-    answer: dict[str, Any] = {"top": top, "rule": rule}
-    if watch is not None or camera is not None:
-        rows = _live_rows(classifier.predictor, watch, camera, every, answer, output)
-        _print_lines(rows, as_json, as_csv)
-        return
-    paths = _find_images(images or [], skip_bad, output)
+    paths = _find_images(images, skip_bad, output)
     with LearnerProgress(output.quiet) as progress:
         predictions = classifier.predictor.predict(
             paths,
+            top=top,
+            rule=rule,
             on_bad=_left_out if skip_bad else None,
             on_event=progress.on_event,
-            **answer,
         )
         rows = ((console.decode_file_name(paths[index]), each) for index, each in predictions)
         if as_csv:
-            _print_lines(rows, as_json, as_csv)
+            _print_csv(rows)
         elif as_json:
             console.print_json([{"path": path, **each.as_dict()} for path, each in rows])
         else:
@@ -116,62 +101,23 @@ def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> li
             [BadImage(path, "there is no such file", "Check the path.") for path in missing]
         )
     if not paths:
-        remedy = "Name files or folders, or use --watch or --camera."
-        raise MissingData("coda predict", "there is no image to predict", remedy)
+        raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
     return paths
-
-
-def _live_rows(
-    predictor: "Predictor",
-    folder: Path | None,
-    camera: int | None,
-    every: float,
-    answer: dict[str, Any],
-    output: console.Output,
-) -> Iterator[Row]:
-    """Predict images as they arrive, until Ctrl-C or SIGTERM."""
-    from coda_prompt.data.inputs import image_items
-    from coda_prompt.data.live import camera_frames, new_files
-    from coda_prompt.shutdown import ShutdownFlag
-
-    predictor.pack()
-    stop = ShutdownFlag()
-    with stop.handling_signals():
-        arriving: Iterator[tuple[str, Any]]
-        if folder is not None:
-            name = console.decode_file_name(str(folder))
-            output.message(f"waiting for new images in {name} (press Ctrl-C to stop)")
-            arriving = ((path, path) for path in new_files(folder, stop, every))
-        else:
-            output.message(f"camera {camera} (press Ctrl-C to stop)")
-            frames = camera_frames(camera or 0, stop, every)
-            arriving = ((f"camera {camera}", frame) for frame in frames)
-        for name, image in arriving:
-            items = image_items([image], "bgr" if folder is None else "rgb")
-            for _, prediction in predictor.predict(items, on_bad=_left_out, **answer):
-                yield console.decode_file_name(name), prediction
 
 
 def _left_out(problem: BadImage) -> None:
     console.print_message(f"left out: {problem}")
 
 
-def _print_lines(rows: Iterable[Row], as_json: bool, as_csv: bool) -> None:
-    """Print one line per image; in CSV, `label` is empty if the class is unknown, and `typicality`
-    without `--unknown auto`."""
+def _print_csv(rows: Iterable[Row]) -> None:
+    """Print one line per image; `label` is empty if the class is unknown, and `typicality` without
+    `--unknown auto`."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    if as_csv:
-        writer.writerow(["path", "label", "unknown", "best", "probability", "typicality"])
+    writer.writerow(["path", "label", "unknown", "best", "probability", "typicality"])
     for path, each in rows:
-        if as_json:
-            console.print_json({"path": path, **each.as_dict()}, line=True)
-        elif as_csv:
-            unknown, probability = str(each.unknown).lower(), f"{each.probability:.6f}"
-            typicality = "" if each.typicality is None else f"{each.typicality:.6f}"
-            writer.writerow([path, each.label or "", unknown, each.best, probability, typicality])
-        else:
-            console.print_result("  ".join(_cells(path, each)))
-        sys.stdout.flush()
+        unknown, probability = str(each.unknown).lower(), f"{each.probability:.6f}"
+        typicality = "" if each.typicality is None else f"{each.typicality:.6f}"
+        writer.writerow([path, each.label or "", unknown, each.best, probability, typicality])
 
 
 def _prediction_table(rows: Iterable[Row], *, next_best: bool) -> Table:
