@@ -3,8 +3,7 @@
 Nothing here imports torch, which takes seconds: methods and backbones are read from the source.
 """
 
-import ast
-from collections.abc import Iterator
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from coda_prompt.errors import CodaError
 
 def complete_method(incomplete: str) -> list[str]:
     """Return the names of methods that start like this."""
-    return sorted(name for name in method_names() if name.startswith(incomplete))
+    names = _names("methods", "__init__.py", r'^ +"([^"]+)": "\w+\.\w+",$')
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def complete_backbone(incomplete: str) -> list[str]:
     """Return the names of backbones that start like this."""
-    return sorted(name for name in ("auto", *backbone_names()) if name.startswith(incomplete))
+    names = _names("model", "catalog.py", r'^ +_(?:embedded|on_hub)\("([^"]+)"')
+    return sorted(name for name in ("auto", *names) if name.startswith(incomplete))
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -41,27 +42,7 @@ def complete_class(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in classes if name.startswith(incomplete)]
 
 
-def method_names() -> set[str]:
-    """Return the names in the `variants` of every class of the methods."""
-    folder = resources.files("coda_prompt") / "methods"
-    sources = [each.read_text("utf-8") for each in folder.iterdir() if each.name.endswith(".py")]
-    return {
-        str(key.value)
-        for source in sources
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "variants"
-        for part in ast.walk(node.value)
-        if isinstance(part, ast.Dict)
-        for key, value in zip(part.keys, part.values, strict=True)
-        if isinstance(key, ast.Constant) and isinstance(value, ast.Dict)
-    }
-
-
-def backbone_names() -> Iterator[str]:
-    """Yield the name of each entry of the catalogue."""
-    source = (resources.files("coda_prompt") / "model" / "catalog.py").read_text("utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("_embedded", "_on_hub"):
-            (name, *_) = node.args
-            if isinstance(name, ast.Constant):
-                yield str(name.value)
+def _names(package: str, file: str, pattern: str) -> list[str]:
+    """Return what a pattern finds in a source file of this package."""
+    source = resources.files("coda_prompt") / package / file
+    return re.findall(pattern, source.read_text("utf-8"), re.MULTILINE)
