@@ -336,7 +336,7 @@ def _fast_views(
     return views
 
 
-def new_and_continued(learned: "Learned") -> str:
+def _new_and_continued(learned: "Learned") -> str:
     """Return in one line which classes of a lesson are new."""
     new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
     return f"new: {new}; continued: {continued}"
@@ -354,7 +354,7 @@ def _print_learned(
         console.print_json(fields)
         sys.stdout.flush()
         return
-    lines = [new_and_continued(learned)]
+    lines = [_new_and_continued(learned)]
     if learned.accuracy is not None:
         lines.append(
             f"on {counted(learned.held_out, 'held-out image')}: {percent(learned.accuracy)} among "

@@ -213,10 +213,6 @@ Images = Annotated[
     list[str],
     typer.Argument(help="Files, folders or glob patterns; `-` reads paths from standard input."),
 ]
-Every = Annotated[
-    float,
-    typer.Option(min=0, help="Seconds between two frames, or two polls of a folder."),
-]
 Top = Annotated[int, typer.Option(min=1, help="Number of most probable classes to list.")]
 UnknownBelow = Annotated[
     float, typer.Option(min=0, max=1, help="Unknown if the most probable class is below this.")

@@ -44,8 +44,6 @@ MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safet
 CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
 LESSON = ".learning.json"
-ARRIVALS = ".arrivals.json"
-"""Files that `coda stream` has learned."""
 
 
 class WatchedAccuracy(FileSchema):
@@ -404,7 +402,7 @@ def _refuse_foreign(folder: Path) -> None:
         if model_sha256(folder) is None and not read_history(folder, None).before:
             raise CorruptFile(folder / MODEL, "is not a model of coda-prompt")
         return
-    own = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON, ARRIVALS, versions.FOLDER}
+    own = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON, versions.FOLDER}
     names = [entry.name for entry in folder.iterdir() if entry.name not in own]
     if [name for name in names if not name.endswith(".tmp")]:
         problem = "the folder is not empty and has no model"
