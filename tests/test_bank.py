@@ -1,4 +1,4 @@
-"""Banks: rows that grow by task, and the names of format 1."""
+"""Banks: rows that grow by task."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import brief, tiny_vit
+from small import tiny_vit
 
 from coda_prompt import methods
 from coda_prompt.errors import BadMethod
-from coda_prompt.methods.bank import Bank, upgrade_format1, upgrade_training_format1
+from coda_prompt.methods.bank import Bank
 
 
 def test_open_rows_train_and_freeze_when_closed() -> None:
@@ -67,23 +67,6 @@ def test_rows_that_start_as_older_ones_are_copies() -> None:
     with torch.no_grad():
         bank.trainable.mul_(5)
     assert torch.equal(bank.frozen, torch.ones(2, 4, 3))
-
-
-def test_names_of_format_1_are_upgraded() -> None:
-    method = methods.make("coda-p", tiny_vit(), components=10)
-    method.begin_task(brief(method, new=2))
-    names = ["keys", "head.weight", "task_sizes", "other"]
-    renamed = ["keys.frozen", "head.weight.frozen", "task_sizes.frozen", "other"]
-    assert list(upgrade_format1(method, dict.fromkeys(names))) == renamed
-    assert list(upgrade_format1(method, dict.fromkeys(renamed))) == renamed
-    old = {"parameter.new_keys": torch.zeros(1), "parameter.head.open_bias": torch.ones(1)}
-    old |= {f"optimizer.{number}.exp_avg": torch.tensor(number) for number in range(5)}
-    new = upgrade_training_format1(method, old)
-    assert {"parameter.keys.trainable", "parameter.head.bias.trainable"} < new.keys()
-    order = ("components", "keys", "attention", "head.weight", "head.bias")
-    numbers = [int(new[f"optimizer.{name}.trainable.exp_avg"]) for name in order]
-    assert numbers == [0, 1, 2, 3, 4]
-    assert upgrade_training_format1(method, new) == new
 
 
 INCOMPLETE = """

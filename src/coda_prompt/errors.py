@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterable, Sequence
 
 
@@ -15,12 +14,6 @@ class CodaError(Exception):
 
 class CodaWarning(UserWarning):
     """Something to check: doubtful images or class names, files that are skipped."""
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn the caller's caller that a name works in this version for the last time."""
-    text = f"{old} is called {new} now; the old name will be removed in the next version"
-    warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def join_names(names: Iterable[object], limit: int = 5) -> str:

@@ -71,9 +71,7 @@ class FinishedRun:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """Name, first and last task of each group of test images."""
-        names = range(len(self.result["test_images"]))
-        default = [{"name": f"task {j + 1}", "first": j, "last": j} for j in names]
-        groups: list[dict[str, Any]] = self.result.get("groups", default)
+        groups: list[dict[str, Any]] = self.result["groups"]
         return groups
 
     @property
@@ -97,8 +95,8 @@ class FinishedRun:
 
     def anytime_curve(self) -> tuple[metrics.Matrix, metrics.Matrix]:
         """Images learned from, and accuracy on all classes seen then, after each measured task."""
-        accuracies = np.array(self.result.get("anytime", ()), float)
-        images = np.cumsum(self.result.get("train_images", ()))
+        accuracies = np.array(self.result["anytime"], float)
+        images = np.cumsum(self.result["train_images"])
         measured = ~np.isnan(accuracies)
         return images[measured], accuracies[measured]
 
@@ -111,7 +109,7 @@ class FinishedRun:
             parameters["backbone"] + parameters["head"]
         )
         images, anytime = self.anytime_curve()
-        classes = len(self.result.get("class_names", ()))  # older runs do not name them
+        classes = len(self.result["class_names"])
         base, new = (
             _weighted(matrix[-1], counts, [(row == 0) == first for row in learned])
             for first in (True, False)
@@ -125,7 +123,7 @@ class FinishedRun:
             "F_paper": metrics.forgetting_paper(matrix, learned),
             "F_max": metrics.forgetting_max(matrix, learned),
             "BWT": metrics.backward_transfer(matrix, learned),
-            "FWT": metrics.forward_transfer(matrix, classes, learned) if classes else math.nan,
+            "FWT": metrics.forward_transfer(matrix, classes, learned),
             "A_AUC": metrics.area_under_curve(anytime, images),
             "base": base,
             "new": new,
@@ -139,7 +137,7 @@ class FinishedRun:
             "training_gmac": operations["training"] / GIGA,
             "inference_gmac": operations["inference"] / GIGA,
             "total_gmac": self._training_cost(operations["training"]) / GIGA,
-            "learned_mib": self.result.get("learned_bytes", math.nan) / MEBI,  # not in older runs
+            "learned_mib": self.result["learned_bytes"] / MEBI,
             "seconds": self.result["seconds"],
             "memory_mib": self.result["peak_memory_bytes"] / MEBI,
         }
@@ -152,7 +150,7 @@ class FinishedRun:
             return sum(spent) if budget["multiply_adds"] is not None else math.nan
         entry = METHODS.get(self.config["implementation"])
         epochs = 1 if entry and entry.type.closed_form else self.config["training"]["epochs"]
-        return per_image * epochs * sum(self.result.get("train_images", [math.nan]))
+        return per_image * epochs * sum(self.result["train_images"])
 
 
 def read_run(folder: Path) -> FinishedRun:
@@ -181,8 +179,7 @@ def read_run(folder: Path) -> FinishedRun:
 
 def _check_matrices(run: FinishedRun) -> None:
     """Check that matrices have the run's number of groups and contain accuracies."""
-    groups = len(run.result["test_images"])
-    tasks = len(run.result.get("train_images", range(groups)))
+    tasks, groups = len(run.result["train_images"]), len(run.result["test_images"])
     for name in ("matrix", "own_classes"):
         matrix = _matrix(run.result[name])
         if matrix.shape != (tasks, groups):

@@ -243,8 +243,7 @@ def _restore_result(result: Result, checkpoint: Checkpoint) -> tuple[int, float]
         )
         result.losses[:] = [[float(loss) for loss in task] for task in progress["losses"]]
         result.spent[:] = [float(cost) for cost in progress.get("spent", ())]
-        if "anytime" in progress:  # runs of earlier versions have none
-            result.anytime[:] = np.array(progress["anytime"], dtype=float)
+        result.anytime[:] = np.array(progress["anytime"], dtype=float)
         length, seconds = progress["log"], progress["seconds"]
         if not isinstance(length, int) or not isinstance(seconds, int | float):
             raise TypeError

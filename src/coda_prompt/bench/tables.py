@@ -257,9 +257,9 @@ def _remarks(runs: Sequence[FinishedRun]) -> Table:
     """List notes on the data and classes without training images, with the runs they apply to."""
     runs_by_remark: dict[str, list[str]] = {}
     for run in runs:
-        untrained = run.result.get("untrained") or []
+        untrained = run.result["untrained"]
         missing = [f"no training images: {', '.join(untrained)}"] if untrained else []
-        for remark in [*(run.result.get("notes") or []), *missing]:
+        for remark in [*run.result["notes"], *missing]:
             runs_by_remark.setdefault(str(remark), []).append(f"{run.method} {run.seed}")
     cells = [
         [remark, "all runs" if len(names) == len(runs) else join_names(names, 6)]

@@ -51,7 +51,6 @@ def learn(
     precision: options.Precision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
-    watch: options.OldWatch = None,
     *,
     devices: "Devices",
     output: console.Output,
@@ -77,7 +76,7 @@ def learn(
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         images = labelled(folder, skip_bad=skip_bad)
-        checked = _open_checked(watch or check, skip_bad)
+        checked = _open_checked(check, skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_), resume_command()
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coda_prompt.cli.completion import complete_backbone, complete_method, complete_preset
-from coda_prompt.console import Output, print_message
+from coda_prompt.console import Output
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
@@ -202,13 +202,6 @@ Check = Annotated[
 ]
 
 
-def _warn_renamed(folder: Path | None) -> Path | None:
-    if folder is not None:
-        print_message("--watch is called --check now; the next version removes it")
-    return folder
-
-
-OldWatch = Annotated[Path | None, typer.Option("--watch", hidden=True, callback=_warn_renamed)]
 Images = Annotated[
     list[str],
     typer.Argument(help="Files, folders or glob patterns; `-` reads paths from standard input."),

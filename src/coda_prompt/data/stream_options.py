@@ -16,8 +16,6 @@ from pydantic import (
 
 from coda_prompt.errors import BadOption, UnknownName
 
-ALWAYS_WRITTEN = ("tasks", "classes_per_task", "remove_domains", "validation")
-"""Fields that runs of every version have; others are left out unless they are set."""
 CLASS_RULES = ("tasks", "classes_per_task", "class_lists")
 DOMAIN_RULES = ("domains_per_task", "domain_lists")
 
@@ -123,12 +121,12 @@ class StreamOptions(BaseModel):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dump: Any) -> dict[str, Any]:
-        """Leave out fields that are not set: runs of earlier versions do not have them."""
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        """Leave out fields that are not set, most of which belong to other kinds of streams."""
+        fields = type(self).model_fields
         return {
             name: value
             for name, value in dump(self).items()
-            if name in ALWAYS_WRITTEN or getattr(self, name) != defaults[name]
+            if getattr(self, name) != fields[name].default
         }
 
     @property

@@ -121,7 +121,6 @@ class ContinualClassifier(EditableEstimator):
         progress: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
         on_event: OnEvent | None = None,
-        watch: Any = None,
     ) -> Learned:
         """Learn the classes of `data`: new classes, and more images of known ones.
 
@@ -148,7 +147,6 @@ class ContinualClassifier(EditableEstimator):
                 there; `save` removes the folder.
             stop: Polled between steps and batches; once true, the lesson is checkpointed and ends.
             on_event: Called with the progress of the training.
-            watch: Deprecated name of `check`.
 
         Returns:
             What was learned and how accurate it is.
@@ -168,9 +166,6 @@ class ContinualClassifier(EditableEstimator):
         from coda_prompt.training.engine import Engine  # slow to import
 
         started = time.perf_counter()
-        if watch is not None:
-            errors.warn_renamed("learn(watch=...)", "learn(check=...)")
-            check = watch
         images = labelled(data, labels, skip_bad=skip_bad, channels=channels)
         chosen = self.choose_backbone(images) if self.backbone == AUTO else None
         network, fabric = self.network, self.network.fabric

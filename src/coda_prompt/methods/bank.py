@@ -1,14 +1,9 @@
-"""`Bank`: rows that grow by task, and the names older files had for them."""
+"""`Bank`: rows that grow by task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
-
-Value = TypeVar("Value")
 
 
 class Bank(nn.Module):
@@ -102,50 +97,3 @@ class Bank(nn.Module):
         shape[self.axis] = like.shape[self.axis]
         self.frozen = self.frozen.new_zeros(shape)
         return shape == list(like.shape)
-
-
-FORMAT1_OPEN_ROWS = {
-    "new_components": "components",
-    "new_keys": "keys",
-    "new_attention": "attention",
-    "open_prompts": "prompts",
-    "open_keys": "keys",
-    "open_general": "general",
-    "new_expert": "experts",
-    "new_key": "keys",
-    "head.open_weight": "head.weight",
-    "head.open_bias": "head.bias",
-}
-"""Names of open rows in format 1 -> the bank that has them now."""
-
-
-def upgrade_format1(method: nn.Module, state: Mapping[str, Value]) -> dict[str, Value]:
-    """Rename a learned state of format 1 (`keys` -> `keys.frozen`); current names stay."""
-    banks = {name for name, module in method.named_modules() if isinstance(module, Bank)}
-    return {f"{name}.frozen" if name in banks else name: value for name, value in state.items()}
-
-
-def upgrade_training_format1(method: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an unfinished task in format 1; current names stay.
-
-    Open rows had other names (`parameter.new_keys` is `parameter.keys.trainable` now), and the
-    optimizer's parameters were numbered, prompts before the head (`optimizer.0.exp_avg`).
-    """
-    old_names = {f"parameter.{old}": bank for old, bank in FORMAT1_OPEN_ROWS.items()}
-    if not tensors.keys() & old_names.keys():
-        return dict(tensors)
-    names = [name for name, parameter in method.named_parameters() if parameter.requires_grad]
-    old_order = sorted(
-        names, key=lambda name: name.startswith("head.") + 2 * name.startswith("net")
-    )
-    upgraded = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if name in old_names:
-            name = f"parameter.{old_names[name]}.trainable"
-        elif kind == "optimizer":
-            number, _, key = rest.partition(".")
-            if number.isdecimal() and int(number) < len(names):
-                name = f"optimizer.{old_order[int(number)]}.{key}"
-        upgraded[name] = tensor
-    return upgraded

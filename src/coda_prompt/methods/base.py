@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption, CorruptFile, InvalidLabels, UnfinishedTask
-from coda_prompt.methods.bank import Bank, upgrade_format1
+from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT, check_prompts
 from coda_prompt.methods.stages import Stage, TrainingBatch
@@ -302,7 +302,7 @@ class Method(nn.Module):
         Raises:
             CorruptFile: The state is not one of this method. Discard the method then.
         """
-        state, own = upgrade_format1(self, state), self.learned_state()
+        own = self.learned_state()
         missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unexpected:
             raise self._misfit(f"missing {missing or '-'}, unexpected {unexpected or '-'}")

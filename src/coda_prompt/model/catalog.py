@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from coda_prompt.errors import BadOption, UnknownName, warn_renamed
+from coda_prompt.errors import BadOption, UnknownName
 from coda_prompt.model import download
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.model.weights import (
@@ -205,7 +205,6 @@ def load_backbone(
     *,
     cache: Path | None = None,
     endpoint: str | None = None,
-    like: str | None = None,
 ) -> LoadedBackbone:
     """Load a frozen backbone by name, from a local file, or both.
 
@@ -216,7 +215,6 @@ def load_backbone(
         text: `NAME`, `NAME@SIZE` (pixels; positions are resampled), `NAME=PATH` or `PATH`.
         cache: Folder of the hub's cache; by default that of huggingface_hub.
         endpoint: URL of the hub; by default that of huggingface_hub.
-        like: Deprecated: the name in `NAME=PATH`.
 
     Raises:
         BadOption: The size does not fit the patches.
@@ -228,9 +226,6 @@ def load_backbone(
         >>> backbone = load_backbone("photo@224")
         >>> features = backbone.vit.features(images)
     """
-    if like is not None:
-        warn_renamed(f"load_backbone({text!r}, like={like!r})", f"load_backbone('{like}={text}')")
-        text = f"{like}={text}"
     backbone, size, local = parse_backbone(text)
     name, pin = text.partition("=")[0] if backbone else text, None
     with contextlib.ExitStack() as stack:

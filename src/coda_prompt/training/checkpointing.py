@@ -29,14 +29,12 @@ from torch.optim import Optimizer
 
 from coda_prompt.errors import CorruptFile
 from coda_prompt.methods import Method
-from coda_prompt.methods.bank import upgrade_format1, upgrade_training_format1
 from coda_prompt.storage.files import FileSchema, write_atomically
 from coda_prompt.storage.tensors import read_tensors, tensors_sha256, write_tensors
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Format 1 had no stage and numbered the optimizer's parameters instead of naming them."""
+FORMAT = 1
 RETAINED = 2
 CHECKPOINT = "checkpoint-{:06}.json"
 LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
@@ -66,7 +64,7 @@ class Checkpoint(FileSchema):
     """Everything that determines the result; another training does not resume from here."""
     task: int = Field(ge=0)
     """Finished tasks."""
-    stage: int = Field(default=0, ge=0)
+    stage: int = Field(ge=0)
     """Finished stages of the current task."""
     epoch: int = Field(ge=0)
     """Finished epochs of the stage."""
@@ -76,7 +74,7 @@ class Checkpoint(FileSchema):
     """Mean loss of each finished epoch of the task."""
     sum_of_losses: float
     """Over the images of the epoch's finished steps."""
-    spent: float = Field(default=0.0, ge=0)
+    spent: float = Field(ge=0)
     """What the task has cost so far, in the unit of its budget; 0 without one."""
     learned: list[FileRecord]
     training: FileRecord | None
@@ -169,9 +167,8 @@ class Checkpointer:
         axes = method.growing_axes()
         for file in self._learned:
             tensors = read_tensors(self.folder / file.name).tensors
-            appended = upgrade_format1(method, dict.fromkeys(file.appended))
-            for name, tensor in upgrade_format1(method, tensors).items():
-                if name in appended:
+            for name, tensor in tensors.items():
+                if name in file.appended:
                     try:
                         tensor = torch.cat([state[name], tensor], axes[name])
                     except (KeyError, RuntimeError, IndexError) as error:
@@ -196,7 +193,7 @@ class Checkpointer:
         if position is None or latest is None or latest.training is None:
             return None
         path = self.folder / latest.training.name
-        tensors = upgrade_training_format1(method, read_tensors(path).tensors)
+        tensors = read_tensors(path).tensors
         _load_parameters(method, tensors, path)
         if position.stage:
             _load_buffers(method, tensors, path)
