@@ -271,7 +271,6 @@ def _finish_saving(model: Path, *, writes: bool) -> None:
     from coda_prompt.learner import store
 
     if writes:
-        store.refresh_copies(model)
         store.end_lesson(model)
     shown = console.escape_control_characters(str(model))
     typer.echo(ALREADY_LEARNED.format(shown), err=True)

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
-from coda_prompt.storage.files import FileSchema, write_atomically
-
-CHECKS = "checks.json"
+from coda_prompt.learner.store import CHECKS, TaskRecord, WatchedAccuracy
+from coda_prompt.storage.files import FileSchema, read_regular, write_atomically
 
 
 class Checks(FileSchema):
@@ -38,7 +36,7 @@ class Checks(FileSchema):
 def read_checks(folder: Path) -> Checks:
     """Read the measurements of a model folder; a missing or damaged file is empty."""
     try:
-        return Checks.model_validate_json((folder / CHECKS).read_bytes())
+        return Checks.model_validate_json(read_regular(folder / CHECKS))
     except (OSError, ValidationError):
         return Checks()
 

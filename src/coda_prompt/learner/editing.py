@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import TaskBrief
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
+from coda_prompt.training.checkpointing import remove_checkpoints
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
@@ -75,7 +75,7 @@ def edited(folder: Path, *, forgets: bool = False, **parts: Any) -> Iterator[Con
         classifier = ContinualClassifier.load(folder, verbose=False, **parts)
         yield classifier
         if forgets:
-            shutil.rmtree(folder / store.PROGRESS, ignore_errors=True)
+            remove_checkpoints(folder / store.PROGRESS)
             versions.remove_others(folder, classifier._history)
         classifier.write(folder)
 

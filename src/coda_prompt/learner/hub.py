@@ -9,13 +9,13 @@ from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from coda_prompt.errors import HubError, counted
-from coda_prompt.learner.store import MODEL, Model, copies, encode_model
+from coda_prompt.learner.store import MODEL, Model, copies, encode_model, read_file
 
 
 def download_model(
     name: str, revision: str | None, token: str | None, endpoint: str | None
-) -> Path:
-    """Download a model to the hub's cache and return its folder.
+) -> Model:
+    """Download a model to the hub's cache and read it.
 
     Raises:
         HubError: It does not exist or the hub cannot be reached.
@@ -24,7 +24,7 @@ def download_model(
         file = hf_hub_download(name, MODEL, revision=revision, token=token, endpoint=endpoint)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise HubError(name, "downloaded", error) from error
-    return Path(file).parent
+    return read_file(Path(file).resolve())  # the cache has a link to it
 
 
 def upload_model(
@@ -41,7 +41,7 @@ def upload_model(
         backbone = backbone.model_copy(update=name_only)
     described = model.description.model_copy(update={"backbone": backbone})
     model = dataclasses.replace(model, description=described)
-    files = {MODEL: encode_model(model), **copies(model)}
+    files = {MODEL: encode_model(model), **copies(described)}
     api = HfApi(token=token, endpoint=endpoint)
     try:
         api.create_repo(name, private=private, exist_ok=True)

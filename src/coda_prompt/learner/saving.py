@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coda_prompt import errors
 from coda_prompt.learner import loading, store
@@ -152,6 +152,30 @@ class SavedEstimator(Estimator):
         """
         folder = Path(folder)
         model = store.read_model(folder)
+        classifier = cls._of_model(
+            model,
+            folder,
+            backbone,
+            method,
+            device=device,
+            precision=precision,
+            verbose=verbose,
+            fabric=fabric,
+        )
+        classifier._history = store.read_history(folder, model.description)
+        classifier._home = (folder.resolve(), store.model_sha256(folder))
+        return classifier
+
+    @classmethod
+    def _of_model(
+        cls,
+        model: store.Model,
+        folder: Path,
+        backbone: str | LoadedBackbone | None,
+        method: str | None,
+        **options: Any,
+    ) -> Self:
+        """Return a classifier that has learned what is in a model, read from `folder`."""
         training = loading.training_options(model.description, folder)
         method = loading.resolve_method(model.description, method, folder)
         loaded = backbone if isinstance(backbone, LoadedBackbone) else None
@@ -162,10 +186,7 @@ class SavedEstimator(Estimator):
             method,
             options=model.description.options,
             training=training,
-            device=device,
-            precision=precision,
-            verbose=verbose,
-            fabric=fabric,
+            **options,
         )
         if loaded is not None:
             classifier._network = classifier._build(loaded)
@@ -174,8 +195,6 @@ class SavedEstimator(Estimator):
         network.check_backbone(model.description, folder)
         network.set_state(model, folder)
         classifier._saved = model
-        classifier._history = store.read_history(folder, model.description)
-        classifier._home = (folder.resolve(), store.model_sha256(folder))
         return classifier
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -207,11 +226,16 @@ class SavedEstimator(Estimator):
             token: Access token of the hub.
             endpoint: URL of another hub.
         """
-        if not Path(name).is_dir():
-            from coda_prompt.learner.hub import download_model
+        if Path(name).is_dir():
+            return cls.load(
+                name, backbone=backbone, method=method, device=device, precision=precision
+            )
+        from coda_prompt.learner.hub import download_model
 
-            name = download_model(str(name), revision, token, endpoint)
-        return cls.load(name, backbone=backbone, method=method, device=device, precision=precision)
+        model = download_model(str(name), revision, token, endpoint)
+        return cls._of_model(
+            model, Path(name), backbone, method, device=device, precision=precision
+        )
 
     def push_to_hub(
         self,

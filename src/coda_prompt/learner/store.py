@@ -9,8 +9,9 @@
 Until format 2 there was one earlier version, `previous.safetensors`, and `next.safetensors` while a
 save was in progress; the next writer completes such a save and moves the file.
 
-`config.json` and the model card `README.md` repeat the description for people and the hub. No
-code is ever loaded from a model folder.
+`config.json` and the model card `README.md` repeat the description for people and the hub; they are
+rewritten whenever a folder is opened for writing. No code is ever loaded from a model folder, no
+symbolic link in it is followed, and only files of these names are ever deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUn
 from coda_prompt.learner import versions
 from coda_prompt.learner.card import model_card
 from coda_prompt.learner.versions import History, StoredVersion
-from coda_prompt.storage.files import LOCK, OWNER, FileSchema, exclusive_lock, write_atomically
+from coda_prompt.storage.files import (
+    LOCK,
+    OWNER,
+    FileSchema,
+    check_regular,
+    exclusive_lock,
+    final_name,
+    read_regular,
+    write_atomically,
+)
 from coda_prompt.storage.headers import read_checked_description, stated_sha256
 from coda_prompt.storage.tensors import decode_tensors, encode_tensors
 
@@ -44,6 +54,10 @@ MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safet
 CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
 LESSON = ".learning.json"
+CHECKS = "checks.json"
+FILES = {MODEL, PREVIOUS, NEXT, CONFIG, CARD, LESSON, CHECKS, LOCK, OWNER}
+FOLDERS = {versions.FOLDER, PROGRESS}
+"""All that is ever read, written or deleted in a model folder, besides files in these folders."""
 
 
 class WatchedAccuracy(FileSchema):
@@ -200,8 +214,9 @@ def read_description(folder: Path) -> Description:
         MissingData: There is no model.
     """
     path = folder / MODEL
+    content = _read_bytes(path)
     try:
-        fields, _ = read_checked_description(_read_bytes(path), path)
+        fields, _ = read_checked_description(content, path)
         return _validated(fields, path)
     except CorruptFile as error:
         raise _with_undo(error, folder) from error
@@ -227,8 +242,10 @@ def read_model(folder: Path) -> Model:
         CorruptFile: It is damaged or not a model.
         MissingData: There is no model.
     """
+    path = folder / MODEL
+    content = _read_bytes(path)
     try:
-        return read_file(folder / MODEL)
+        return decode_model(content, path)
     except CorruptFile as error:
         raise _with_undo(error, folder) from error
 
@@ -295,7 +312,7 @@ def restore_version(folder: Path, to: int | None = None, *, redo: bool = False) 
     if current is not None:
         versions.preserve(folder, folder / MODEL, current.number)
     os.replace(chosen.path, folder / MODEL)
-    _write_copies(folder, model)
+    _write_copies(folder, model.description)
     return model
 
 
@@ -331,7 +348,7 @@ def unfinished_lesson(folder: Path) -> str | None:
 def _read_lesson(folder: Path) -> dict[str, Any]:
     """Return the note of `begin_lesson`; empty if there is none."""
     try:
-        note = json.loads((folder / LESSON).read_bytes())
+        note = json.loads(read_regular(folder / LESSON))
     except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
@@ -350,10 +367,11 @@ def exclusive_writer(folder: Path) -> Iterator[None]:
 
     Raises:
         FolderBusy: Another process is writing.
-        CorruptFile, MissingData: The folder has other files than a model's.
+        CorruptFile, MissingData: The folder has other files than a model's, or links.
     """
     created = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_links(folder)
     _refuse_foreign(folder)
     locked = False
     try:
@@ -378,22 +396,25 @@ def model_sha256(folder: Path) -> str | None:
 
 def size_on_disk(folder: Path) -> dict[str, int]:
     """Return the bytes of each tensor file of a model, by its path in the folder."""
-    files = sorted(
-        [*folder.glob("*.safetensors"), *folder.glob(f"{versions.FOLDER}/*.safetensors")]
-    )
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    files = sorted([folder / MODEL, *versions.version_files(folder)])
+    whole = [file for file in files if file.suffix == ".safetensors"]
+    return {file.relative_to(folder).as_posix(): file.lstat().st_size for file in whole}
 
 
-def refresh_copies(folder: Path) -> None:
-    """Rewrite config.json and the model card, which a kill may have left outdated."""
-    _write_copies(folder, read_model(folder))
-
-
-def copies(model: Model) -> dict[str, bytes]:
+def copies(description: Description) -> dict[str, bytes]:
     """Return the content of config.json and of the model card."""
-    description = model.description.model_dump(mode="json")
-    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
-    return {CONFIG: text.encode(), CARD: model_card(model.description).encode()}
+    text = json.dumps(description.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+    return {CONFIG: text.encode(), CARD: model_card(description).encode()}
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse to write to a folder where a link, a pipe or a device has a name of ours."""
+    for name in FILES:
+        check_regular(folder / name)
+    for name in FOLDERS:
+        check_regular(folder / name, folder=True)
+    for path in versions.version_files(folder):
+        check_regular(path)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -402,17 +423,18 @@ def _refuse_foreign(folder: Path) -> None:
         if model_sha256(folder) is None and not read_history(folder, None).before:
             raise CorruptFile(folder / MODEL, "is not a model of coda-prompt")
         return
-    own = {LOCK, OWNER, NEXT, PREVIOUS, PROGRESS, LESSON, versions.FOLDER}
-    names = [entry.name for entry in folder.iterdir() if entry.name not in own]
-    if [name for name in names if not name.endswith(".tmp")]:
+    own = (FILES | FOLDERS) - {CONFIG, CARD}  # which other programs write too
+    if any(final_name(entry.name) not in own for entry in folder.iterdir()):
         problem = "the folder is not empty and has no model"
         raise MissingData(folder, problem, "Use another folder for the model.")
 
 
 def _recover(folder: Path) -> None:
-    """Remove leftovers of interrupted saves; complete one of format 2."""
-    for leftover in (*folder.glob(".*.tmp"), *folder.glob(f"{versions.FOLDER}/.*.tmp")):
-        leftover.unlink(missing_ok=True)
+    """Complete an interrupted save: remove its temporary files, write the copies again."""
+    own = [path for path in folder.iterdir() if final_name(path.name) in FILES]
+    for path in (*own, *versions.version_files(folder)):
+        if final_name(path.name) != path.name:
+            path.unlink(missing_ok=True)
     if (folder / NEXT).exists():
         try:
             new, previous = read_file(folder / NEXT), read_file(folder / PREVIOUS)
@@ -423,18 +445,23 @@ def _recover(folder: Path) -> None:
             os.replace(folder / NEXT, folder / MODEL)
         else:
             (folder / NEXT).unlink()
+    with contextlib.suppress(CorruptFile, MissingData):
+        _write_copies(folder, read_description(folder))
 
 
 def _clean_up(folder: Path, model: Model, history: History) -> None:
     """Finish a save: remove what belongs to no version any more and update the copies."""
     versions.remove_others(folder, history)
     (folder / PREVIOUS).unlink(missing_ok=True)
-    _write_copies(folder, model)
+    _write_copies(folder, model.description)
 
 
-def _write_copies(folder: Path, model: Model) -> None:
-    for name, content in copies(model).items():
-        write_atomically(folder / name, content)
+def _write_copies(folder: Path, description: Description) -> None:
+    """Write config.json and the model card unless they are as they should be."""
+    for name, content in copies(description).items():
+        path = folder / name
+        if not path.exists() or read_regular(path) != content:
+            write_atomically(path, content)
 
 
 def read_file(path: Path) -> Model:
@@ -449,7 +476,7 @@ def read_file(path: Path) -> Model:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise _unreadable_model(path.parent, error) from error
 

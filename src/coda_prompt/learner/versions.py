@@ -7,19 +7,19 @@ number than the current one were replaced by it, those with a larger number were
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coda_prompt.storage.files import write_atomically
+from coda_prompt.storage.files import check_regular, final_name, read_regular, write_atomically
 
 if TYPE_CHECKING:
     from coda_prompt.learner.store import Description, Model
 
 FOLDER = "versions"
+_FILE = re.compile(r"[0-9]{6,}\.safetensors")
 KEPT = 10
 """Versions that are stored beside the current one."""
 
@@ -80,6 +80,17 @@ def version_path(folder: Path, number: int) -> Path:
     return folder / FOLDER / f"{number:06}.safetensors"
 
 
+def version_files(folder: Path) -> list[Path]:
+    """List the files of stored versions, temporary ones included; other files are nobody's.
+
+    Raises:
+        CorruptFile: The folder of the versions is a link or a file.
+    """
+    check_regular(folder / FOLDER, folder=True)
+    files = (folder / FOLDER).glob("*")
+    return [path for path in files if _FILE.fullmatch(final_name(path.name))]
+
+
 def stored_versions(folder: Path, current: Description | None) -> History:
     """List the versions of a folder beside the current one.
 
@@ -87,10 +98,8 @@ def stored_versions(folder: Path, current: Description | None) -> History:
         folder: A model folder.
         current: Description of its current version; None if that is damaged: then all are earlier.
     """
-    found = []
-    for path in sorted((folder / FOLDER).glob("*.safetensors")):
-        if path.stem.isdecimal():
-            found.append(StoredVersion(path, int(path.stem)))
+    paths = [path for path in version_files(folder) if path.suffix == ".safetensors"]
+    found = [StoredVersion(path, int(path.stem)) for path in paths]
     found.sort(key=lambda version: version.number)
     if current is None:
         return History(list(found))
@@ -110,37 +119,25 @@ def write_versions(folder: Path, history: History, encode: Callable[[Model], byt
             path = version_path(folder, version.number)
             if isinstance(version, StoredVersion):
                 if version.path != path:
-                    write_atomically(path, version.path.read_bytes())
+                    write_atomically(path, read_regular(version.path))
             else:
                 write_atomically(path, encode(version))
             versions[index] = StoredVersion(path, version.number)
 
 
 def preserve(folder: Path, model: Path, number: int) -> None:
-    """Store the current file as a version too; no bytes are copied where links are possible."""
+    """Store the current file as a version too."""
     path = version_path(folder, number)
     path.parent.mkdir(exist_ok=True)
-    if path.exists():
-        return
-    try:
-        os.link(model, path)
-    except OSError:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            shutil.copyfile(model, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    if not path.exists():
+        write_atomically(path, read_regular(model))
 
 
 def remove_others(folder: Path, history: History) -> None:
     """Delete stored versions that are not part of the history."""
     kept = {version_path(folder, each.number) for each in (*history.before, *history.after)}
-    versions = folder / FOLDER
-    if not versions.exists():
-        return
-    for path in versions.iterdir():
+    for path in version_files(folder):
         if path not in kept:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        versions.rmdir()  # if it is empty
+        (folder / FOLDER).rmdir()  # if it is empty

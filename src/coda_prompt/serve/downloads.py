@@ -72,7 +72,7 @@ async def model_onnx(service: CurrentService) -> Response:
 def _files(version: Version) -> dict[str, bytes]:
     """Return the content of each file of a model folder."""
     model = version.classifier._model()
-    return {store.MODEL: store.encode_model(model), **store.copies(model)}
+    return {store.MODEL: store.encode_model(model), **store.copies(model.description)}
 
 
 def _zip(version: Version) -> bytes:

@@ -6,17 +6,22 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict
+
+from coda_prompt.errors import CorruptFile
 
 LOCK = ".lock"
 OWNER = f"{LOCK}.owner"
 REPLACE_RETRIES = 40 if os.name == "nt" else 0
 """Two seconds on Windows, far more than a reader of one file needs."""
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp")
 
 
 class FileSchema(BaseModel):
@@ -30,7 +35,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _errors_naming(path):
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)  # of a killed process with the same id
+            with temporary.open("xb") as file:  # does not follow a link
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -38,6 +44,49 @@ def write_atomically(path: Path, content: bytes) -> None:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def final_name(name: str) -> str:
+    """Return the name that a temporary file of `write_atomically` would get; others unchanged."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[1] if match else name
+
+
+def check_regular(path: Path, *, folder: bool = False) -> None:
+    """Check that a path is a regular file, or a folder, or nothing; links are not followed.
+
+    Raises:
+        CorruptFile: It is a symbolic link, a pipe, or otherwise not what is expected.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if (stat.S_ISDIR if folder else stat.S_ISREG)(mode):
+        return
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+    kind = kinds.get(stat.S_IFMT(mode), "a pipe, socket or device")
+    expected = "folder" if folder else "regular file"
+    problem = f"this is {kind}, and a {expected} is expected"
+    raise CorruptFile(path, problem, f"Remove it, or put the {expected} itself in its place.")
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; a link is not followed and a pipe not waited for.
+
+    Raises:
+        CorruptFile: It is something else.
+        OSError: It cannot be opened.
+    """
+    check_regular(path)
+    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | safely))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file; as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -82,10 +131,15 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
     Args:
         folder: An existing folder.
         busy: Makes the exception to raise from the folder and the pid that has the lock.
+
+    Raises:
+        CorruptFile: A file of the lock is a link, a pipe or a device.
     """
     import filelock  # slow to import
 
     lock, owner = filelock.FileLock(folder / LOCK, timeout=0), folder / OWNER
+    for path in (folder / LOCK, owner):
+        check_regular(path)
     try:
         with _errors_naming(folder):
             lock.acquire()
@@ -102,7 +156,7 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
 
 def _read_pid(path: Path) -> str:
     try:
-        return path.read_text("utf-8", "replace")[:100]
+        return read_regular(path)[:100].decode("utf-8", "replace")
     except OSError:
         return "?"
 

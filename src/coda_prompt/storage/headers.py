@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_prompt.errors import CorruptFile
+from coda_prompt.storage.files import open_regular
 
 MAX_HEADER_BYTES = 100 * 2**20
 DESCRIPTION, SHA256 = "description", "sha256"
@@ -66,9 +67,12 @@ def stated_sha256(path: Path) -> str | None:
     """Return the sha256 stated in a file's header without reading its tensors.
 
     None if there is no such file or it is not a checked tensor file.
+
+    Raises:
+        CorruptFile: It is a link, a pipe or a device.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
             metadata = json.loads(file.read(length))["__metadata__"]
         return str(metadata.get(SHA256) or json.loads(metadata[DESCRIPTION])[SHA256])

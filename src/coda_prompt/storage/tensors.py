@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_prompt.errors import CorruptFile
-from coda_prompt.storage.files import write_atomically
+from coda_prompt.storage.files import read_regular, write_atomically
 from coda_prompt.storage.headers import (
     DESCRIPTION,
     SHA256,
@@ -92,7 +92,7 @@ def read_tensors(path: Path) -> TensorFile:
         CorruptFile: It is damaged, truncated or not a safetensors file.
         OSError: It cannot be opened.
     """
-    return decode_tensors(path.read_bytes(), path)
+    return decode_tensors(read_regular(path), path)
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:

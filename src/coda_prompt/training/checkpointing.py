@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from coda_prompt.errors import CorruptFile
 from coda_prompt.methods import Method
-from coda_prompt.storage.files import FileSchema, write_atomically
+from coda_prompt.storage.files import FileSchema, check_regular, read_regular, write_atomically
 from coda_prompt.storage.tensors import read_tensors, tensors_sha256, write_tensors
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,7 @@ class Checkpointer:
             notes: The caller's own data to store with each checkpoint.
             on_checkpoint: Called after each checkpoint.
         """
-        if folder.is_symlink():
-            raise CorruptFile(folder, "is a symbolic link", "Remove it.")
+        check_regular(folder, folder=True)
         self.folder, self.identity, self.interval = folder, identity, interval
         self.writes = writes
         self._notes, self._on_checkpoint = notes, on_checkpoint
@@ -231,12 +230,8 @@ class Checkpointer:
 
     def remove(self) -> None:
         """Delete all checkpoints once the training is finished."""
-        if not self.writes:
-            return
-        for path in self._own_files():
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody else's files are in it
-            self.folder.rmdir()
+        if self.writes:
+            remove_checkpoints(self.folder)
 
     def _remember(self, method: Method, state: Mapping[str, Tensor]) -> None:
         self._on_disk = {
@@ -290,7 +285,7 @@ class Checkpointer:
             checkpoint = self._read(path)
             if isinstance(checkpoint, Checkpoint):
                 needed |= {file.name for file in _files_of(checkpoint)}
-        for path in self._own_files():
+        for path in _own_files(self.folder):
             if path.name not in needed:
                 path.unlink(missing_ok=True)
 
@@ -315,11 +310,13 @@ class Checkpointer:
     def _read(self, path: Path) -> Checkpoint | str:
         """The checkpoint, or what is wrong with it."""
         try:
-            file = json.loads(path.read_bytes())
+            file = json.loads(read_regular(path))
             text = file["content"]
             if hashlib.sha256(text.encode()).hexdigest() != file["sha256"]:
                 return "its content does not match its sha256"
             return Checkpoint.model_validate_json(text)
+        except CorruptFile as error:
+            return error.problem
         except OSError as error:
             return f"it cannot be read: {error.strerror}"
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError):
@@ -345,8 +342,18 @@ class Checkpointer:
         paths = self.folder.glob("checkpoint-*.json")
         return sorted((path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=_number)
 
-    def _own_files(self) -> list[Path]:
-        return [path for path in self.folder.glob("*") if OWN_NAME.fullmatch(path.name)]
+
+def remove_checkpoints(folder: Path) -> None:
+    """Delete all checkpoints in a folder, and the folder if nothing else is in it."""
+    check_regular(folder, folder=True)
+    for path in _own_files(folder):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty: somebody else's files are in it
+        folder.rmdir()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if OWN_NAME.fullmatch(path.name)]
 
 
 def _training_tensors(method: Method, optimizer: Optimizer, stage: int) -> dict[str, Tensor]:
