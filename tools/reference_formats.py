@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from reference_tables import table
 
 from coda_prompt import __version__
-from coda_prompt.learner import reports, store
+from coda_prompt.learner import store
 from coda_prompt.methods.options import option_meanings
 from coda_prompt.serve import app, schemas
 
@@ -57,17 +57,6 @@ Current format: {format}. Formats 1 and 2 are read and written again as {format}
 lesson.
 """
 
-REPORTS = {
-    each.__name__: option_meanings(each)
-    for each in (
-        reports.HistoryEntry,
-        reports.VersionEntry,
-        reports.ModelHistory,
-        reports.Difference,
-    )
-}
-"""Meanings of the fields of dataclasses, which OpenAPI does not have."""
-
 
 def http_page() -> str:
     """Return the page of the HTTP interface."""
@@ -79,7 +68,7 @@ def http_page() -> str:
     text += "## Objects\n"
     for name, schema in sorted(document["components"]["schemas"].items()):
         if "properties" in schema and not name.startswith(("HTTPValidation", "Validation")):
-            text += f"\n### {name}\n\n" + _fields(schema, REPORTS.get(name, {}))
+            text += f"\n### {name}\n\n" + _fields(schema)
     return text
 
 
@@ -117,14 +106,14 @@ def _form(schema: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}` ({_kind(each)})" for name, each in fields)
 
 
-def _fields(schema: Mapping[str, Any], meanings: Mapping[str, str]) -> str:
+def _fields(schema: Mapping[str, Any]) -> str:
     required = schema.get("required", [])
     rows = [
         (
             f"`{name}`",
             _kind(each),
             "" if name in required else f"`{json.dumps(each.get('default'))}`",
-            each.get("description") or meanings.get(name, ""),
+            " ".join(each.get("description", "").split()),
         )
         for name, each in schema["properties"].items()
     ]
@@ -174,11 +163,7 @@ def model_format_page() -> str:
     ):
         meanings = option_meanings(record)
         rows = [
-            (
-                f"`{name}`",
-                f"`{_annotation(field.annotation)}`",
-                meanings.get(name, ""),
-            )
+            (f"`{name}`", f"`{_annotation(field.annotation)}`", meanings.get(name, ""))
             for name, field in record.model_fields.items()
         ]
         summary = inspect.cleandoc(record.__doc__ or "")

@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict
+
 from coda_prompt.errors import MissingData
 from coda_prompt.learner import store
 from coda_prompt.learner.checks import Checks, read_checks
 from coda_prompt.learner.store import Description, Model
 from coda_prompt.learner.versions import History, StoredVersion
 
+DESCRIBED = ConfigDict(use_attribute_docstrings=True)
+"""The service's reference describes each field by the docstring under it."""
+
 
 @dataclass(frozen=True)
 class HistoryEntry:
     """A lesson or an edit."""
+
+    __pydantic_config__ = DESCRIBED
 
     kind: str
     """`lesson` or `edit`."""
@@ -45,6 +52,8 @@ class HistoryEntry:
 class VersionEntry:
     """A version that can be restored."""
 
+    __pydantic_config__ = DESCRIBED
+
     number: int
     """Number of the version, for `undo` and `diff`."""
     lessons: int
@@ -63,6 +72,8 @@ class VersionEntry:
 class ModelHistory:
     """The lessons and edits of a model in order, and its stored versions."""
 
+    __pydantic_config__ = DESCRIBED
+
     entries: tuple[HistoryEntry, ...]
     """Lessons and edits, the oldest first."""
     versions: tuple[VersionEntry, ...]
@@ -72,6 +83,8 @@ class ModelHistory:
 @dataclass(frozen=True)
 class Difference:
     """How two models differ."""
+
+    __pydantic_config__ = DESCRIBED
 
     only_first: dict[str, int]
     """Classes only in the first model, with their images."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
 from coda_prompt.errors import BadOption, UnknownName, join_names
 
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 Config = TypeVar("Config")
 
 
@@ -33,20 +29,13 @@ def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any
 
 
 def option_meanings(config_type: type[Any]) -> dict[str, str]:
-    """Read the docstring under each field of a config class from its source, for help texts."""
-    meanings = {}
-    for owner in reversed(config_type.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, below in pairwise(body.body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                meanings[field.target.id] = " ".join(str(below.value.value).split())
-    return meanings
+    """Return the docstring under each field of a config class, for help texts."""
+    return {
+        name: " ".join(field.description.split())
+        for owner in reversed(config_type.__mro__)
+        for name, field in getattr(owner, "__pydantic_fields__", {}).items()
+        if field.description
+    }
 
 
 def check_prompts(config: Any, depth: int, prompts: Mapping[str, str]) -> tuple[int, ...]:

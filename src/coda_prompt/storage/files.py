@@ -27,7 +27,9 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp")
 class FileSchema(BaseModel):
     """Base class for the content of JSON files; unknown fields and wrong types are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 def write_atomically(path: Path, content: bytes) -> None:
