@@ -3,7 +3,7 @@
     python tools/render_examples.py              # all of them
     python tools/render_examples.py first_lesson
 
-Each becomes a page (NAME.md, with pictures) and a notebook to download (NAME.ipynb).
+Each becomes a page, NAME.md with pictures.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def execute(name: str) -> Any:
 
 
 def render(name: str) -> None:
-    """Run an example and write its page, its pictures and its notebook."""
+    """Run an example and write its page and its pictures."""
     started = time.perf_counter()
     notebook = execute(name)
     PAGES.mkdir(parents=True, exist_ok=True)
@@ -58,12 +58,14 @@ def render(name: str) -> None:
         text = text.replace(f"]({output})", f"]({name}_{output})")
         (PAGES / f"{name}_{output}").write_bytes(content)
     text = re.sub(r"/tmp/\w+", "/tmp/work", text)
-    link = f"[Download the notebook]({name}.ipynb). Its images come from `examples/sketches.py`."
+    link = (
+        f"`jupytext --to ipynb examples/{name}.py` makes a notebook of it. Its images come from "
+        "`examples/sketches.py`."
+    )
     heading, _, body = text.strip().partition("\n")
     note = "<!-- Written by tools/render_examples.py from examples/. Do not edit. -->"
     page = f"{note}\n\n{heading}\n\n{link}\n{body}\n"
     (PAGES / f"{name}.md").write_text(page, "utf-8")
-    (PAGES / f"{name}.ipynb").write_text(jupytext.writes(notebook, fmt="ipynb"), "utf-8")
     print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
