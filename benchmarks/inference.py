@@ -44,7 +44,6 @@ from coda_prompt import ContinualClassifier
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.inputs import as_image
 from coda_prompt.learner.export import PredictionGraph
-from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.storage.files import write_atomically
 
@@ -95,14 +94,8 @@ def onnx_run(path: Path, threads: int) -> Run:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def torch_run(
-    module: nn.Module, *, packed: bool = False, bfloat16: bool = False, onednn: bool = True
-) -> Run:
-    layers = [each for each in module.modules() if isinstance(each, Linear)]
-
+def torch_run(module: nn.Module, *, bfloat16: bool = False, onednn: bool = True) -> Run:
     def run(images: Tensor) -> Tensor:
-        for layer in layers:
-            layer.packs = packed
         with (
             torch.inference_mode(),
             torch.autocast("cpu", torch.bfloat16, enabled=bfloat16),
@@ -133,7 +126,6 @@ def variants(module: nn.Module, held_out: Tensor, folder: Path, threads: int) ->
     )
     return {
         "torch": torch_run(module),
-        "torch, packed weights": torch_run(module, packed=True),
         "torch without oneDNN": torch_run(module, onednn=False),
         "torch, bfloat16": torch_run(module, bfloat16=True),
         "ONNX Runtime": onnx_run(plain, threads),

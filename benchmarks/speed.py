@@ -49,7 +49,7 @@ from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import write_atomically
 from coda_prompt.training.budget import MultiplyAddCounter
-from coda_prompt.training.cores import Cores, images_per_part, packing_pays, parts_of
+from coda_prompt.training.cores import Cores, images_per_part, parts_of
 from coda_prompt.training.devices import Devices
 from coda_prompt.training.fast import fast_precision, fast_views
 from coda_prompt.training.gradients import Gradients
@@ -143,8 +143,7 @@ def product_step(
 class EngineStep:
     """A training step as the engine does it, with a part of the batch on every core.
 
-    Queries are computed, or `cached` queries are used. Weights are packed from the first step on,
-    so steps of another kind need another method.
+    Queries are computed, or `cached` queries are used.
     """
 
     observer: TorchDispatchMode | None = None
@@ -168,8 +167,6 @@ class EngineStep:
         if workers > 1:
             cores = _ObservedCores(self, workers)
             cores.__enter__()
-            if packing_pays(count, config, workers):
-                method.backbone.pack()
         fabric = Devices("cpu", precision="bf16-mixed" if bfloat16 else "32-true").fabric()
         queries = Queries("exact", 2**30, lambda *_: torch.empty(0), bool)
         self.size = images_per_part(count, config, workers)
@@ -197,7 +194,7 @@ class EngineStep:
         batches = (self._batch(first, first + self.size) for first in starts)
         if self.bfloat16:
             with self.gradients.fabric.autocast():
-                self.method.backbone.cast_weights(self.size)
+                self.method.backbone.cast_weights()
         self.gradients.add(batches, self.samples, len(self.images), len(starts))
 
 
@@ -226,17 +223,17 @@ def textbook_step(book: TextbookCoda, images: Tensor, labels: Tensor) -> Step:
 
 def steps_of(name: str, size: int) -> dict[str, Step]:
     """Return variants of a training step in task 5 of 10 with 100 components."""
-    method, trained = in_task(name, 5, 50, 10), in_task(name, 5, 50, 10)
+    method = in_task(name, 5, 50, 10)
     images, labels = batch_for(name, size, method)
     known = method.queries(images)
     return {
         "textbook": textbook_step(TextbookCoda(method), images, labels),
-        "exact": EngineStep(trained, images, labels),
-        "cached": EngineStep(trained, images, labels, known),
+        "exact": EngineStep(method, images, labels),
+        "cached": EngineStep(method, images, labels, known),
         "exact, whole batch": product_step(method, images, labels, cached=False),
         "cached, whole batch": product_step(method, images, labels, cached=True),
-        "exact, bfloat16": EngineStep(trained, images, labels, bfloat16=True),
-        "cached, bfloat16": EngineStep(trained, images, labels, known, bfloat16=True),
+        "exact, bfloat16": EngineStep(method, images, labels, bfloat16=True),
+        "cached, bfloat16": EngineStep(method, images, labels, known, bfloat16=True),
     }
 
 
@@ -290,13 +287,10 @@ class TensorMemory(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         arguments = _tensors((args, kwargs))
-        given = {each.untyped_storage()._cdata for each in arguments if not each.is_mkldnn}
+        given = {each.untyped_storage()._cdata for each in arguments}
         results = operation(*args, **(kwargs or {}))
         with self._lock:
             for tensor in _tensors(results):
-                if tensor.is_mkldnn:  # packed weights, which have no storage and remain
-                    self.now += tensor.nbytes
-                    continue
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
                 if key not in given and key not in self._alive:

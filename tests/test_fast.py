@@ -38,7 +38,8 @@ def test_bfloat16_is_used_where_the_device_has_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: cpu)
+    answer = "faster" if cpu else "slower"
+    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: answer)
     assert fast_precision(device) == expected
 
 

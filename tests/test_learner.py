@@ -19,7 +19,6 @@ from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
 from coda_prompt.learner.lesson import make_task
 from coda_prompt.learner.network import Network
-from coda_prompt.learner.predictor import MANY_IMAGES
 
 
 def test_three_lines_of_python(drawing_folders: Path) -> None:
@@ -92,21 +91,6 @@ def test_predict_proba_follows_the_order_of_classes() -> None:
     assert chosen == classifier.predict(images).tolist()
     right = np.mean([a == b for a, b in zip(chosen, names, strict=True)])
     assert classifier.score(images, names) == pytest.approx(right)
-
-
-def test_many_images_are_predicted_with_packed_weights() -> None:
-    classifier = taught(range(2))
-    images, _ = drawings(range(2), MANY_IMAGES // 2)
-    single = [classifier(image)[0].probability for image in images[:3]]
-    layer = classifier.network.backbone.vit.blocks[0].mlp.fc1
-    layer.packs = False  # the backbone is shared by all tests
-    several = classifier(images[: MANY_IMAGES - 1])
-    assert not layer.packs
-    many = classifier(images[:MANY_IMAGES])
-    assert layer.packs
-    for some in (several, many):
-        found = [each.probability for each in some][:3]
-        np.testing.assert_allclose(found, single, rtol=1e-4)
 
 
 def test_evaluation_by_class_and_by_task() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,23 +10,23 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from coda_prompt.model import linear as module
+from coda_prompt.model import fast_cpu
 from coda_prompt.model.linear import Linear
 
-pytestmark = pytest.mark.skipif(module._PRODUCT is None, reason="torch without oneDNN")
+pytestmark = pytest.mark.skipif(fast_cpu._PRODUCT is None, reason="torch without oneDNN")
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What oneDNN was asked for."""
     asked: list[str] = []
-    real = module._PRODUCT
+    real = fast_cpu._PRODUCT
 
     def product(inputs: Tensor, weight: Tensor, bias: Tensor, kind: str, *rest: Any) -> Tensor:
         asked.append(kind)
         return real(inputs, weight, bias, kind, *rest)
 
-    monkeypatch.setattr(module, "_PRODUCT", product)
+    monkeypatch.setattr(fast_cpu, "_PRODUCT", product)
     return asked
 
 
@@ -90,9 +89,10 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, again = layer(inputs), layer(inputs, slice(8, None))
         expected = F.linear(inputs, layer.weight, layer.bias)
-        cast = layer._copies["forward", None, torch.bfloat16]
+        cast = layer._cast
         layer(inputs)
-        assert layer._copies["forward", None, torch.bfloat16] is cast, "no second cast"
+        assert cast is not None
+        assert layer._cast is cast, "no second cast"
     assert found.dtype == expected.dtype == torch.bfloat16
     assert_close(found, expected, atol=0.02, rtol=0.02)
     assert_close(again, expected[..., 8:], atol=0.02, rtol=0.02)
@@ -103,94 +103,21 @@ def test_frozen_weights_are_cast_once_for_autocast() -> None:
         assert_close(
             layer(inputs), F.linear(inputs, layer.weight, layer.bias), atol=0.03, rtol=0.02
         )
-    assert "_copies" not in layer.state_dict()
+    assert set(layer.state_dict()) == {"weight", "bias"}
 
 
-def test_copies_are_freed_when_the_layer_trains() -> None:
+def test_casts_are_freed_when_the_layer_trains() -> None:
     layer, inputs = frozen(), torch.randn(2, 5, 24)
     with torch.autocast("cpu", torch.bfloat16):
         layer(inputs)
-        assert layer._copies
+        assert layer._cast is not None
         layer.requires_grad_(True)(inputs)
-    assert not layer._copies
-
-
-def test_bfloat16_gives_the_same_numbers_without_instructions_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN cannot compute in bfloat16 here")
-    torch.manual_seed(0)
-    layer, inputs = frozen(), torch.randn(2, 5, 24, requires_grad=True)
-    results = []
-    for instructions in (True, False):
-        monkeypatch.setattr(module, "multiplies_bfloat16", lambda value=instructions: value)
-        layer._copies.clear()
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = layer(inputs)
-            with torch.no_grad():
-                fused = layer(inputs, gelu=True)
-            stored_in = layer._copies["forward", None, torch.bfloat16][2].dtype
-            with torch.backends.mkldnn.flags(enabled=False):
-                assert_close(layer(inputs), outputs, atol=0.02, rtol=0.02)
-            assert layer(inputs[:0]).dtype == outputs.dtype == fused.dtype == torch.bfloat16
-        assert stored_in == (torch.bfloat16 if instructions else torch.float32)
-        results.append((outputs, fused, *torch.autograd.grad(outputs.float().sin().sum(), inputs)))
-    for expected, found in zip(*results, strict=True):
-        assert_close(found, expected, atol=1e-6, rtol=2**-7)  # sums may differ by a rounding
-    rounded = F.linear(inputs.bfloat16().double(), layer.weight.bfloat16().double())
-    assert_close(results[1][0].double(), rounded + layer.bias.double(), atol=0.01, rtol=2**-7)
-
-
-def test_cast_weights_are_packed_for_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN cannot compute in bfloat16 here")
-    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: True)
-    layer, inputs = frozen(), torch.randn(2, 5, 24)
-    with torch.autocast("cpu", torch.bfloat16):
-        with torch.no_grad():
-            layer(inputs)
-        assert stored(layer) == {"forward"}, "no copy for gradients that are not computed"
-        layer(inputs)
-        assert stored(layer) == {"forward", "backward"}
-        before = dict(layer._copies)
-        packed = layer(inputs[:1])
-        assert layer._copies == before, "the same weights serve every size of batch"
-        with torch.backends.mkldnn.flags(enabled=False):
-            assert_close(layer(inputs[:1]), packed, atol=0.02, rtol=0.02)
-        copied = copy.deepcopy(layer)
-        assert_close(copied(inputs[:1]), packed, atol=0, rtol=0)
-
-
-def stored(layer: Linear) -> set[str]:
-    """The weights of a layer that are in the layout of oneDNN."""
-    return {name for (name, *_), (*_, copied) in layer._copies.items() if copied.is_mkldnn}
-
-
-@pytest.mark.parametrize("rows", [None, slice(8), slice(8, None)])
-def test_packed_weights_give_the_same_products_and_gradients(rows: slice | None) -> None:
-    layer, inputs = frozen(), torch.randn(2, 5, 24, requires_grad=True)
-    expected = layer(inputs, rows)
-    gradient = torch.autograd.grad(expected.square().sum(), inputs)
-    layer.packs = True
-    found = layer(inputs, rows)
-    assert_close(found, expected)
-    assert_close(torch.autograd.grad(found.square().sum(), inputs), gradient)
-    assert stored(layer) == {"forward"}, "the backward pass reads the weights themselves"
-    inputs, expected = inputs.detach(), expected.detach()
-    with torch.inference_mode():
-        assert_close(layer(inputs, rows), expected)
-        assert_close(layer(inputs, rows, gelu=True), F.gelu(expected))
-        assert stored(layer) == {"forward"}
-        layer.weight.mul_(2)
-        layer.bias.mul_(2)
-        assert_close(layer(inputs, rows), 2 * expected)
+    assert layer._cast is None
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_replaced_weights_are_noticed(bfloat16: bool) -> None:
     layer, inputs = frozen(), torch.randn(2, 5, 24)
-    layer.packs = True
     tolerance = 0.05 if bfloat16 else 1e-5
 
     def check() -> None:
@@ -216,7 +143,6 @@ def test_replaced_weights_are_noticed(bfloat16: bool) -> None:
 def test_layers_made_in_inference_mode() -> None:
     with torch.inference_mode():
         layer, inputs = frozen(), torch.randn(2, 5, 24)
-        layer.packs = True
         assert_close(layer(inputs), F.linear(inputs, layer.weight, layer.bias))
 
 
@@ -239,7 +165,7 @@ def test_trained_weights_are_not_cast_in_advance() -> None:
     layer, inputs = Linear(24, 40), torch.randn(3, 24)
     with torch.autocast("cpu", torch.bfloat16):
         layer(inputs).sum().backward()
-    assert not layer._copies
+    assert layer._cast is None
     assert layer.weight.grad is not None
 
 

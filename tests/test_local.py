@@ -70,7 +70,8 @@ def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: supported)
+    answer = "faster" if supported else "slower"
+    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: answer)
     device = find_device("auto", precision)
     assert isinstance(device, LocalDevice)
     for backbone in ("photo", "pocket"):
@@ -84,15 +85,15 @@ def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
 def test_classifiers_predict_in_the_fastest_precision_and_learn_in_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: "faster")
     images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), np.uint8)
     classifier = ContinualClassifier("photo", device="cpu", verbose=False)
     classifier.learn(list(images), list("abab"), validation=0)
     classifier.predict(images)
     layer = classifier.network.backbone.vit.blocks[0].mlp.fc1
-    assert {copy.dtype for *_, copy in layer._copies.values()} == {torch.bfloat16}
+    assert layer._cast is not None
     classifier.learn(list(images), list("cdcd"), validation=0)
-    assert not layer._copies
+    assert layer._cast is None
     classifier.undo()
     classifier.save(tmp_path / "model")
     exact = ContinualClassifier("photo", device="cpu", precision="32-true", verbose=False)
@@ -106,17 +107,10 @@ def test_classifiers_predict_in_the_fastest_precision_and_learn_in_float32(
         assert loaded.network.fabric.precision == "32-true"
 
 
-def test_weights_are_packed_for_predictions_in_float32_only() -> None:
-    for precision, packs in (("32-true", True), ("bf16-mixed", False)):
-        network = ContinualClassifier("pocket", device="cpu", precision=precision).network
-        network.predictor.pack()
-        assert network.backbone.vit.blocks[0].mlp.fc1.packs == packs
-
-
 def test_the_service_and_its_learning_process_predict_in_the_same_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: "faster")
     ContinualClassifier("photo", device="cpu").save(tmp_path)
     for asked, used in ((None, "bf16-mixed"), ("32-true", "32-true")):
         service = Service(tmp_path, batching=True, device="cpu", precision=asked)
@@ -126,7 +120,7 @@ def test_the_service_and_its_learning_process_predict_in_the_same_precision(
 
 
 def test_a_backbone_in_float64_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coda_prompt.training.fast.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: "faster")
     vit = ViT(ViTConfig(width=256, heads=4, mlp_width=64, depth=1))
     device = LocalDevice(torch.device("cpu"))
     assert device.for_backbone(vit).precision == "bf16-mixed"

@@ -36,9 +36,6 @@ OnEvent = Callable[[Event], object]
 BATCH_SIZE = 64
 """Images that are decoded and classified together; memory does not grow with their number."""
 
-MANY_IMAGES = 128
-"""From this number on, packing the weights of `photo` takes less time than it saves."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -97,14 +94,6 @@ class Predictor:
     computes its share of a batch, and all receive every result."""
     detector: UnknownDetector | None = None
     """Statistics to recognise unknown images; None in models of earlier versions."""
-
-    def pack(self) -> None:
-        """Make later predictions in float32 faster, with a second copy of the weights.
-
-        In bfloat16 there is one anyway.
-        """
-        if not (isinstance(self.fabric, LocalDevice) and self.fabric.precision == "bf16-mixed"):
-            self.method.backbone.pack()
 
     def view(self, decode: Callable[[int], Image.Image]) -> Tensor:
         """Return an image as the backbone expects it, C x H x W.
@@ -271,8 +260,6 @@ class Predictor:
         if top < 1:
             raise BadOption("the prediction", "top", f"{top} is less than 1")
         self.check(rule)
-        if len(images) >= MANY_IMAGES:
-            self.pack()
         asked, classes = rule.rate is not None, len(self.classes)
         for indices, views in self._batches(
             lambda index, side: as_image(images[index], side), len(images), on_bad, on_event

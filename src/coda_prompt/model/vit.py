@@ -10,8 +10,8 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from coda_prompt.model.attention import AttentionInFloat32
-from coda_prompt.model.frozen_layers import (
+from coda_prompt.model.fast_cpu import AttentionInFloat32
+from coda_prompt.model.half_blocks import (
     FrozenAttention,
-    FrozenLayers,
     FrozenMLP,
     Projected,
     add_residual,
+    frozen_layers,
 )
 from coda_prompt.model.linear import Linear, full_precision
 
@@ -278,7 +278,7 @@ class Block(nn.Module):
         tokens = self._after_attention(tokens, edits, class_only, projected, prefix)
         layers = None
         if not (self.config.quick_gelu or "fc1" in edits.deltas or "fc2" in edits.deltas):
-            layers = self._frozen_layers(tokens, self.norm2, self.mlp.fc1, self.mlp.fc2, self.ls2)
+            layers = frozen_layers(tokens, self.norm2, self.mlp.fc1, self.mlp.fc2, _gamma(self.ls2))
         if layers is not None:
             outputs: Tensor = FrozenMLP.apply(tokens, layers)  # type: ignore[no-untyped-call]
         else:
@@ -302,7 +302,7 @@ class Block(nn.Module):
             update = attn.from_class_token(self.norm1(tokens))
             return add_residual(tokens[:, :1], update, _gamma(self.ls1))
         if not (class_only or edited or _any_needs_gradient(tokens, projected)):
-            layers = self._frozen_layers(tokens, self.norm1, attn.qkv, attn.proj, self.ls1)
+            layers = frozen_layers(tokens, self.norm1, attn.qkv, attn.proj, _gamma(self.ls1))
             if layers is not None:
                 keys, values = prefix or (None, None)
                 keys = None if keys is None else keys.expand(len(tokens), -1, -1)
@@ -312,27 +312,6 @@ class Block(nn.Module):
         attended = attn(*(projected or self.project(tokens, class_only, edits)), prefix)
         tokens = tokens[:, :1] if class_only else tokens
         return add_residual(tokens, attended, _gamma(self.ls1))
-
-    @staticmethod
-    def _frozen_layers(
-        tokens: Tensor,
-        norm: nn.LayerNorm,
-        first: Linear,
-        second: Linear,
-        scale: LayerScale | None,
-    ) -> FrozenLayers | None:
-        """Return half of the block as layers of one operation; None if it cannot be one."""
-        parts = [part for part in (norm, first, second, scale) if part is not None]
-        if tokens.dtype != torch.float32 or any(
-            each.requires_grad for part in parts for each in part.parameters()
-        ):
-            return None
-        device, batch = tokens.device.type, math.prod(tokens.shape[:-1])
-        before, before_by_onednn = first.weights_for(device, tokens.dtype, batch)
-        after, after_by_onednn = second.weights_for(device, tokens.dtype, batch)
-        if not (before_by_onednn and after_by_onednn):
-            return None
-        return FrozenLayers(norm.weight, norm.bias, norm.eps, before, after, _gamma(scale))
 
 
 def _gamma(scale: LayerScale | None) -> Tensor | None:
@@ -490,47 +469,19 @@ class ViT(nn.Module):
             projected = None
         return tokens
 
-    def pack(self) -> None:
-        """Make later forward passes faster, with a second copy of frozen weights.
-
-        On CPUs with oneDNN; elsewhere nothing changes.
-        """
+    def cast_weights(self) -> None:
+        """Cast frozen weights now, in autocast: several threads would do it at the same time."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.packs = True
+                module.weights(self.cls_token.device.type)
 
-    def free_copies(self) -> None:
-        """Free the copies of weights that earlier passes made."""
+    def free_casts(self) -> None:
+        """Free the weights that earlier passes cast for autocast."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.free_copies()
+                module.free_cast()
         with suppress(OSError, AttributeError, TypeError):  # glibc does not return their gaps
             ctypes.CDLL(None).malloc_trim(0)
-
-    @contextmanager
-    def packed(self) -> Iterator[None]:
-        """Make forward passes faster within a context, with a second copy of frozen weights."""
-        layers = [module for module in self.modules() if isinstance(module, Linear)]
-        unpacked = [layer for layer in layers if not layer.packs]
-        self.pack()
-        try:
-            yield
-        finally:
-            for layer in unpacked:
-                layer.unpack()
-
-    def cast_weights(self, images: int) -> None:
-        """Cast frozen weights for passes of so many images, in autocast on a CPU."""
-        rows, width = images * self.config.tokens, self.config.width
-        *blocks, last = (block for block in self.blocks if isinstance(block, Block))
-        for block in blocks:
-            for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
-                layer.weights_for("cpu", torch.float32, rows)
-        last.attn.qkv.weights_for("cpu", torch.float32, images, slice(width))  # the class token's
-        if self.config.rotary:  # as in `Block.project`
-            last.attn.qkv.weights_for("cpu", torch.float32, rows, slice(width, None))
-        for layer in (last.attn.proj, last.mlp.fc1, last.mlp.fc2):
-            layer.weights_for("cpu", torch.float32, images)
 
     def compile_blocks(self) -> None:
         """Compile the blocks when they are next used, if torch.compile works on this device."""

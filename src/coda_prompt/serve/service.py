@@ -350,7 +350,6 @@ class Service:
         classifier = ContinualClassifier.load(
             self.folder, fabric=self.fabric, verbose=False, **parts
         )
-        classifier.network.predictor.pack()  # lessons run in another process
         digest = store.model_sha256(self.folder) or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.classes_))

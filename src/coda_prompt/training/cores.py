@@ -106,12 +106,3 @@ def images_per_part(batch: int, vit: ViTConfig, workers: int) -> int:
     if parts > 1:
         parts = math.ceil(parts / workers) * workers
     return math.ceil(batch / parts)
-
-
-def packing_pays(batch: int, vit: ViTConfig, workers: int) -> bool:
-    """Return whether forward passes should use packed weights, a second copy of them.
-
-    Only where activations take much more memory than the copy, or less than those of the whole
-    batch because each worker computes several parts.
-    """
-    return images_per_part(batch, vit, workers) >= MOST_IMAGES or parts_of(batch, vit) > workers

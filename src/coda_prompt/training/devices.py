@@ -192,7 +192,7 @@ class Devices:
             strategy_type = Sharded if self.strategy == "fsdp" else Replicated
             environment = None if external else LightningEnvironment()
             strategy = strategy_type(cluster_environment=environment)
-        check_device(self.accelerator)
+        check_device(self.accelerator, self.precision)
         precision: dict[str, Any] = {"precision": self.precision}
         if self.precision == "64-true":
             precision = {"plugins": Double()}

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from coda_prompt.model.processor import multiplies_bfloat16
+from coda_prompt.training.bfloat16 import bfloat16_products
 
 EPOCHS_PER_VIEW = 2
 """With three, CODA-P loses 1.3 points on pocket; with two, nothing (docs/lab/performance.md)."""
@@ -29,7 +29,7 @@ def fast_precision(device: str = "auto") -> Literal["32-true", "bf16-mixed"]:
     if device in ("auto", "cuda") and torch.cuda.is_available():
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device == "cpu" or (device == "auto" and not torch.backends.mps.is_available()):
-        supported = multiplies_bfloat16()
+        supported = bfloat16_products() == "faster"
     else:
         supported = False
     return "bf16-mixed" if supported else "32-true"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coda_prompt.errors import BadOption, join_names
+from coda_prompt.training.bfloat16 import bfloat16_products
 from coda_prompt.training.fast import fast_precision
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ def find_device(name: str, precision: PredictionPrecision | None = None) -> Fabr
     Raises:
         BadOption: There is no such device or precision.
     """
-    check_device(name)
     if precision is not None and precision not in get_args(PredictionPrecision):
         names = join_names(get_args(PredictionPrecision))
         raise BadOption("", "precision", f"'{precision}' is not one of {names}")
+    check_device(name, precision)
     if EXTERNAL & os.environ.keys():
         from coda_prompt.training.devices import Devices
 
@@ -79,12 +80,15 @@ def find_device(name: str, precision: PredictionPrecision | None = None) -> Fabr
     return LocalDevice(device, precision)
 
 
-def check_device(name: str) -> None:
-    """Raise BadOption if `name` is no device of this machine."""
+def check_device(name: str, precision: str | None = None) -> None:
+    """Raise BadOption if `name` is no device of this machine, or has no such precision."""
     available = _available()
     if name != "auto" and name not in available:
         names = join_names(["auto", *available])
         raise BadOption("", "device", f"'{name}' cannot be used on this machine; use {names}")
+    on_cpu = name == "cpu" or (name == "auto" and available == ["cpu"])
+    if on_cpu and precision == "bf16-mixed" and bfloat16_products() == "fails":
+        raise BadOption("", "precision", "bfloat16 does not work on this processor; use 32-true")
 
 
 def _available() -> list[str]:

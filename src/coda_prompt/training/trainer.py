@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
-from coda_prompt.training.cores import Cores, images_per_part, packing_pays, parts_of
+from coda_prompt.training.cores import Cores, images_per_part, parts_of
 from coda_prompt.training.gradients import Gradients
 from coda_prompt.training.loading import Batch, Epoch, batches
 from coda_prompt.training.passes import Passes
@@ -140,10 +140,10 @@ class Trainer(Passes):
         if run.meter is not None:
             self._start_meter(run, run.meter, stage, position, resumed=restored is not None)
         workers = self._workers(run, stage)
-        with (
-            self._prepared_weights(method, stage, workers),
-            Cores(workers) if workers > 1 else nullcontext() as cores,  # its threads end first
-        ):
+        if workers > 1 and self.precision == "bf16-mixed":
+            with self.fabric.autocast():
+                method.backbone.cast_weights()
+        with Cores(workers) if workers > 1 else nullcontext() as cores:
             parameters = [
                 parameter
                 for group in optimizer.param_groups
@@ -186,18 +186,6 @@ class Trainer(Passes):
         )
         parts = parts_of(stage.batch_size or training.batch_size, method.vit_config)
         return min(torch.get_num_threads(), parts) if possible else 1
-
-    def _prepared_weights(
-        self, method: Method, stage: Stage, workers: int
-    ) -> AbstractContextManager[None]:
-        """Cast weights now, because several threads would do it at the same time, and pack them."""
-        if workers == 1:
-            return nullcontext()
-        size, vit = stage.batch_size or self.training.batch_size, method.backbone
-        if self.precision == "bf16-mixed":
-            with self.fabric.autocast():
-                vit.cast_weights(images_per_part(size, vit.config, workers))
-        return vit.packed() if packing_pays(size, vit.config, workers) else nullcontext()
 
     def _restore_queries(
         self,

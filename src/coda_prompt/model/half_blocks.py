@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from coda_prompt.model.attention import attention, attention_backward
-from coda_prompt.model.linear import Weights, product, product_backward
-
-_NORM: Any = torch.ops.aten.native_layer_norm
-_NORM_BACKWARD: Any = torch.ops.aten.native_layer_norm_backward
-_GELU_BACKWARD: Any = torch.ops.aten.gelu_backward.grad_input
+from coda_prompt.model.fast_cpu import (
+    attention,
+    attention_backward,
+    computes,
+    gelu_backward_,
+    norm_backward,
+    product,
+)
+from coda_prompt.model.linear import Linear
 
 Projected = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, each B x tokens x D."""
@@ -32,12 +35,27 @@ class FrozenLayers(NamedTuple):
     norm_weight: Tensor
     norm_bias: Tensor
     norm_eps: float
-    first: Weights
-    """oneDNN computes products with them, in the precision of their biases: float32, or bfloat16
-    for autocast."""
-    second: Weights
+    first: tuple[Tensor, Tensor]
+    """Weight and bias, cast for autocast."""
+    second: tuple[Tensor, Tensor]
     scale: Tensor | None
     """Of LayerScale."""
+
+
+def frozen_layers(
+    tokens: Tensor, norm: nn.LayerNorm, first: Linear, second: Linear, scale: Tensor | None
+) -> FrozenLayers | None:
+    """Return half of a block as layers of one operation; None if it cannot be one."""
+    if tokens.dtype != torch.float32 or not (first.frozen and second.frozen):
+        return None
+    if norm.weight.requires_grad or norm.bias.requires_grad:
+        return None
+    if scale is not None and scale.requires_grad:
+        return None
+    before, after = (layer.weights(tokens.device.type) for layer in (first, second))
+    if not (computes(tokens, before[0]) and computes(tokens, after[0])):
+        return None
+    return FrozenLayers(norm.weight, norm.bias, norm.eps, before, after, scale)
 
 
 class FrozenAttention(torch.autograd.Function):
@@ -65,11 +83,11 @@ class FrozenAttention(torch.autograd.Function):
             layers: The norm, the joint projection and the projection after the attention.
             heads: Of the attention.
         """
-        dtype = layers.first.bias.dtype
+        dtype = layers.first[0].dtype
         mean = rstd = None
         if projected is None:
             normed, mean, rstd = _normed(tokens, layers)
-            projected = product(normed.to(dtype), layers.first).chunk(3, dim=-1)
+            projected = product(normed.to(dtype), *layers.first).chunk(3, dim=-1)
         query, key, value = projected
         if prefix_keys is not None and prefix_values is not None:
             key = torch.cat([prefix_keys.to(dtype), key.to(dtype)], dim=1)
@@ -78,31 +96,31 @@ class FrozenAttention(torch.autograd.Function):
         by_head = [_by_head(rows.to(dtype), heads) for rows in (query, key, value)]
         attended, logsumexp = attention(*by_head)
         ctx.heads, ctx.rows = heads, None if prefix_keys is None else prefix_keys.shape[1]
-        of_norm: tuple[Tensor | None, ...] = (None,) * 6
+        for_norm: tuple[Tensor | None, ...] = (None,) * 6
         if ctx.needs_input_grad[0]:
-            of_norm = (layers.first.backward, *_for_norm_backward(tokens, mean, rstd, layers))
-        of_product = (layers.second.backward, layers.scale)
-        ctx.save_for_backward(*of_norm, *of_product, *by_head, attended, logsumexp)
-        return add_residual(tokens, product(_joined(attended), layers.second), layers.scale)
+            for_norm = (layers.first[0], *_for_norm_backward(tokens, mean, rstd, layers))
+        for_product = (layers.second[0], layers.scale)
+        ctx.save_for_backward(*for_norm, *for_product, *by_head, attended, logsumexp)
+        return add_residual(tokens, product(_joined(attended), *layers.second), layers.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tokens and of the prefix."""
         first, *norm, second, scale, query, key, value, outputs, logsumexp = ctx.saved_tensors
-        of_attended = product_backward(_scaled(gradient, scale).to(outputs.dtype), second)
-        of_attended = _by_head(of_attended, ctx.heads)
+        grad_attended = product(_scaled(gradient, scale).to(outputs.dtype), second.t(), None)
+        grad_attended = _by_head(grad_attended, ctx.heads)
         query, key, value = (
             _joined(rows)
-            for rows in attention_backward(of_attended, query, key, value, outputs, logsumexp)
+            for rows in attention_backward(grad_attended, query, key, value, outputs, logsumexp)
         )
         rows = ctx.rows or 0
-        of_prefix = (None, None) if ctx.rows is None else (key[:, :rows], value[:, :rows])
-        of_tokens = None
+        grad_prefix = (None, None) if ctx.rows is None else (key[:, :rows], value[:, :rows])
+        grad_tokens = None
         if ctx.needs_input_grad[0]:
             joint = torch.cat([query, key[:, rows:], value[:, rows:]], dim=-1)
-            of_tokens = _norm_backward(product_backward(joint, first), *norm).add_(gradient)
-        return of_tokens, *of_prefix, None, None, None
+            grad_tokens = norm_backward(product(joint, first.t(), None), *norm).add_(gradient)
+        return grad_tokens, *grad_prefix, None, None, None
 
 
 class FrozenMLP(torch.autograd.Function):
@@ -112,29 +130,29 @@ class FrozenMLP(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, layers: FrozenLayers) -> Tensor:
         """Run the half block on tokens B x tokens x D, float32."""
         normed, mean, rstd = _normed(tokens, layers)
-        normed = normed.to(layers.first.bias.dtype)
+        normed = normed.to(layers.first[0].dtype)
         if ctx.needs_input_grad[0]:
-            hidden = product(normed, layers.first)
+            hidden = product(normed, *layers.first)
             ctx.save_for_backward(
-                layers.first.backward,
+                layers.first[0],
                 *_for_norm_backward(tokens, mean, rstd, layers),
-                *(layers.second.backward, layers.scale, hidden),
+                *(layers.second[0], layers.scale, hidden),
             )
             activated = F.gelu(hidden)
         else:
-            activated = product(normed, layers.first, gelu=True)
-        return add_residual(tokens, product(activated, layers.second), layers.scale)
+            activated = product(normed, *layers.first, gelu=True)
+        return add_residual(tokens, product(activated, *layers.second), layers.scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of the tokens."""
         first, *norm, second, scale, hidden = ctx.saved_tensors
-        of_hidden = product_backward(_scaled(gradient, scale).to(hidden.dtype), second)
-        _GELU_BACKWARD(of_hidden, hidden, grad_input=of_hidden)
-        of_normed = product_backward(of_hidden, first)
-        del of_hidden
-        return _norm_backward(of_normed, *norm).add_(gradient), None
+        grad_hidden = product(_scaled(gradient, scale).to(hidden.dtype), second.t(), None)
+        gelu_backward_(grad_hidden, hidden)
+        grad_normed = product(grad_hidden, first.t(), None)
+        del grad_hidden
+        return norm_backward(grad_normed, *norm).add_(gradient), None
 
 
 def add_residual(tokens: Tensor, update: Tensor, scale: Tensor | None) -> Tensor:
@@ -158,7 +176,9 @@ def _joined(rows: Tensor) -> Tensor:
 
 def _normed(tokens: Tensor, layers: FrozenLayers) -> tuple[Tensor, Tensor, Tensor]:
     """The normalised tokens, and the mean and the reciprocal deviation of each."""
-    outputs: tuple[Tensor, Tensor, Tensor] = _NORM(tokens, [tokens.shape[-1]], *layers[:3])
+    outputs: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(
+        tokens, [tokens.shape[-1]], *layers[:3]
+    )
     return outputs
 
 
@@ -166,15 +186,7 @@ def _for_norm_backward(
     tokens: Tensor, mean: Tensor | None, rstd: Tensor | None, layers: FrozenLayers
 ) -> tuple[Tensor | None, ...]:
     """What the backward pass of a norm needs: all its arguments but the gradient."""
-    dtype = layers.first.bias.dtype
+    dtype = layers.first[0].dtype
     if dtype != tokens.dtype and mean is not None:  # rounding would be relative to the mean, too
         tokens, mean = (tokens - mean).to(dtype), torch.zeros_like(mean)
     return tokens, mean, rstd, layers.norm_weight, layers.norm_bias
-
-
-def _norm_backward(
-    gradient: Tensor, tokens: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor
-) -> Tensor:
-    arguments = (tokens.float(), [tokens.shape[-1]], mean, rstd, weight, bias)
-    of_tokens: Tensor = _NORM_BACKWARD(gradient.float(), *arguments, [True, False, False])[0]
-    return of_tokens

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.model.attention import AttentionInFloat32
+from coda_prompt.model.fast_cpu import AttentionInFloat32
 
 
 def rows() -> list[Tensor]:

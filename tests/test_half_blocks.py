@@ -10,11 +10,11 @@ from small import TINY
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt.model import linear as products
-from coda_prompt.model.frozen_layers import FrozenAttention, FrozenMLP
+from coda_prompt.model import fast_cpu
+from coda_prompt.model.half_blocks import FrozenAttention, FrozenMLP
 from coda_prompt.model.vit import ViT, ViTConfig
 
-pytestmark = pytest.mark.skipif(products._PRODUCT is None, reason="torch without oneDNN")
+pytestmark = pytest.mark.skipif(fast_cpu._PRODUCT is None, reason="torch without oneDNN")
 SCALED = replace(TINY, layer_scale=True)
 IMAGES = 3
 
@@ -36,7 +36,7 @@ def inputs(rows: int = 2, batch: int = IMAGES) -> tuple[Tensor, ...]:
 
 
 def recorded_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coda_prompt.model.vit.Block._frozen_layers", lambda *_: None)
+    monkeypatch.setattr("coda_prompt.model.vit.frozen_layers", lambda *_: None)
 
 
 def gradients(vit: ViT, tokens: Tensor, *prefix: Tensor) -> list[Tensor]:
@@ -47,15 +47,12 @@ def gradients(vit: ViT, tokens: Tensor, *prefix: Tensor) -> list[Tensor]:
     return [outputs, *torch.autograd.grad((outputs * weights).sum(), (tokens, *prefix))]
 
 
-@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("batch", [IMAGES, 1])
 @pytest.mark.parametrize("config", [TINY, SCALED], ids=["plain", "LayerScale"])
 def test_results_and_gradients_are_those_of_autograd(
-    config: ViTConfig, batch: int, packs: bool, monkeypatch: pytest.MonkeyPatch
+    config: ViTConfig, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vit, prompted = random_vit(config), inputs(batch=batch)
-    if packs:
-        vit.pack()
     for given in (prompted, prompted[:1]):
         found = gradients(vit, *given)
         with monkeypatch.context() as patch:
