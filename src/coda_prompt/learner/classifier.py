@@ -181,7 +181,6 @@ class ContinualClassifier(EditableEstimator):
         bar = feedback.LearnerProgress() if shown and on_event is None else None
         show = bar.on_event if bar else on_event or (lambda event: None)
         engine = Engine(network.views, training, fabric=fabric, on_event=show, should_stop=stop)
-        network.backbone.vit.free_casts()  # of predictions, often in another precision
         checkpointer = None
         if progress is not None:
             checkpointer = open_checkpoints(network, progress, images, training, validation)

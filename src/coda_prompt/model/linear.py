@@ -56,17 +56,13 @@ class Linear(nn.Linear):
     def weights(self, device: str) -> tuple[Tensor, Tensor]:
         """Return the weight and the bias, cast for autocast on a type of device if frozen.
 
-        They are cast when this is called for the first time.
+        They are cast in the first pass with autocast, and the next pass without it frees the casts.
         """
-        if not self.frozen:
-            self.free_cast()
-        elif (
-            device != "meta"
-            and self.weight.is_leaf
-            and not torch.compiler.is_compiling()
-            and torch.is_autocast_enabled(device)
-        ):
+        if torch.compiler.is_compiling() or device == "meta":
+            return self.weight, self.bias
+        if self.frozen and self.weight.is_leaf and torch.is_autocast_enabled(device):
             return self._cast_once(torch.get_autocast_dtype(device))
+        self._cast = None
         return self.weight, self.bias
 
     def _cast_once(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,7 +79,3 @@ class Linear(nn.Linear):
             cast = (self.weight.to(dtype), self.bias.to(dtype))
         self._cast = (state, sources, cast)
         return cast
-
-    def free_cast(self) -> None:
-        """Free the cast weights; they are cast again when they are needed."""
-        self._cast = None

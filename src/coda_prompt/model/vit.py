@@ -5,13 +5,11 @@ Only the class token is used in the end, so the last block computes nothing for 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -78,8 +76,8 @@ class StartedPass(NamedTuple):
 
     tokens: Tensor
     """B x tokens x D, as they enter `block`."""
-    projected: Projected
-    """Queries, keys and values of that block, before any prefix."""
+    projected: Projected | None
+    """Queries, keys and values of that block, before any prefix; None: not yet computed."""
     block: int
 
 
@@ -372,11 +370,8 @@ class ViT(nn.Module):
             edits: What methods change in blocks.
             norm: Apply the final norm.
         """
-        if isinstance(images, StartedPass):
-            blocks = range(images.block, len(self.blocks))
-            tokens = self.run(images.tokens, blocks, edits, projected=images.projected)
-        else:
-            tokens = self.run(self.embed(images), edits=edits)
+        tokens, projected, first = self._entered(images)
+        tokens = self.run(tokens, range(first, len(self.blocks)), edits, projected=projected)
         return self.norm(tokens[:, 0]) if norm else tokens[:, 0]
 
     forward = features
@@ -386,11 +381,8 @@ class ViT(nn.Module):
 
         The second half is the standard deviation over the patch tokens that enter the last block.
         """
-        first, projected, last = 0, None, len(self.blocks) - 1
-        if isinstance(images, StartedPass):
-            tokens, projected, first = images
-        else:
-            tokens = self.embed(images)
+        tokens, projected, first = self._entered(images)
+        last = len(self.blocks) - 1
         if first < last:
             tokens, projected = self.run(tokens, range(first, last), projected=projected), None
         patches = tokens[:, 1 + self.config.registers :]
@@ -408,10 +400,7 @@ class ViT(nn.Module):
         Returns:
             B x (2 * last * D).
         """
-        if isinstance(images, StartedPass):
-            first, tokens, projected = images.block, images.tokens, images.projected
-        else:
-            first, tokens, projected = 0, self.embed(images), None
+        tokens, projected, first = self._entered(images)
         pooled = []
         for index in range(first, len(self.blocks)):
             tokens = self.run(tokens, [index], edits, projected=projected, class_only=False)
@@ -420,6 +409,12 @@ class ViT(nn.Module):
                 normed = self.norm(tokens)
                 pooled += [normed[:, 0], normed[:, 1 + self.config.registers :].mean(dim=1)]
         return torch.cat(pooled, dim=1)
+
+    def _entered(self, images: Images) -> StartedPass:
+        """Return a started pass as it is, and images at the first block."""
+        if isinstance(images, StartedPass):
+            return images
+        return StartedPass(self.embed(images), None, 0)
 
     def embed(self, images: Tensor) -> Tensor:
         """The tokens that enter the first block (class, registers, patches), B x tokens x D."""
@@ -474,14 +469,6 @@ class ViT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.weights(self.cls_token.device.type)
-
-    def free_casts(self) -> None:
-        """Free the weights that earlier passes cast for autocast."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.free_cast()
-        with suppress(OSError, AttributeError, TypeError):  # glibc does not return their gaps
-            ctypes.CDLL(None).malloc_trim(0)
 
     def compile_blocks(self) -> None:
         """Compile the blocks when they are next used, if torch.compile works on this device."""
