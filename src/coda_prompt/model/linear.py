@@ -70,11 +70,12 @@ class Linear(nn.Linear):
         state: list[object] = [dtype]
         for each in sources:
             state += [each.data_ptr(), 0 if each.is_inference() else each._version]
-        if self._cast is not None:
+        known = self._cast  # another thread may replace it
+        if known is not None:
             # A new parameter may have the address of an old one, which is therefore kept.
-            same = all(a is b for a, b in zip(self._cast[1], sources, strict=True))
-            if same and self._cast[0] == state:
-                return self._cast[2]
+            same = all(a is b for a, b in zip(known[1], sources, strict=True))
+            if same and known[0] == state:
+                return known[2]
         with torch.inference_mode(False), torch.no_grad():  # may be used in training later
             cast = (self.weight.to(dtype), self.bias.to(dtype))
         self._cast = (state, sources, cast)
