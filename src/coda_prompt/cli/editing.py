@@ -166,7 +166,7 @@ def history(model: options.Model, as_json: options.AsJson = False) -> None:
     The cost is known for lessons whose command named images of older classes.
     """
     from coda_prompt.learner import reports, store
-    from coda_prompt.learner.card import percent
+    from coda_prompt.learner.card import share_of
 
     current = store.read_model(model)
     found = reports.history(current, store.read_history(model, current.description), model)
@@ -178,9 +178,12 @@ def history(model: options.Model, as_json: options.AsJson = False) -> None:
     for entry in found.entries:
         lessons, cost = lessons + (entry.kind == "lesson"), ""
         if entry.older_before is not None:
-            cost = f"{percent(entry.older_before)} -> {percent(entry.older_after)}"
+            older = (
+                share_of(s, entry.older_images) for s in (entry.older_before, entry.older_after)
+            )
+            cost = " -> ".join(older)
         what = entry.what or join_names(entry.new, 6)
-        shares = [percent(entry.accuracy), percent(entry.accuracy_own)]
+        shares = [share_of(each, entry.held_out) for each in (entry.accuracy, entry.accuracy_own)]
         numbers = [join_names(entry.continued, 6), entry.images, *shares, cost]
         cells = numbers if entry.kind == "lesson" else [""] * 5
         number = lessons if entry.kind == "lesson" else "edit"
@@ -224,6 +227,13 @@ def diff(
 def merge(
     models: Annotated[list[Path], typer.Argument(help="Two or more model folders.")],
     out: Annotated[Path, typer.Option(help="Folder of the joined model.")],
+    count_twice: Annotated[
+        bool,
+        typer.Option(
+            "--count-twice",
+            help="Join models that have learned the same images, which then count twice.",
+        ),
+    ] = False,
     backbone: options.BackboneFile = None,
     method: options.MethodFile = None,
     as_json: options.AsJson = False,
@@ -232,7 +242,8 @@ def merge(
 ) -> None:
     """Join models that were taught apart, without their images.
 
-    They need the same closed-form method and backbone. Classes of the same name are merged.
+    They need the same closed-form method and backbone. Classes of the same name are merged. Models
+    that have learned the same images are refused.
     """
     from coda_prompt.learner import store
     from coda_prompt.learner.classifier import ContinualClassifier
@@ -243,7 +254,7 @@ def merge(
         ContinualClassifier.load(each, backbone=backbone, method=method, verbose=False)
         for each in models
     ]
-    joined = ContinualClassifier.merge(classifiers)
+    joined = ContinualClassifier.merge(classifiers, count_twice=count_twice)
     joined.save(out)
     _print_state(out, f"{len(models)} models joined", as_json, output)
     if joined.network.detector is None:

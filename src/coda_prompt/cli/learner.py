@@ -152,37 +152,44 @@ def evaluate(
 
 
 def _print_evaluation(evaluation: "Evaluation", classifier: "ContinualClassifier") -> None:
-    from coda_prompt.learner.card import percent
+    from coda_prompt.learner.card import FEW_IMAGES, percent, share_of
 
     weakest = sorted(evaluation.classes.items(), key=lambda item: item[1].accuracy)
-    classes = [[name, each.images, percent(each.accuracy)] for name, each in weakest]
+    classes = [[name, each.images, share_of(each.accuracy, each.images)] for name, each in weakest]
     stdout = console.stdout_console()
     stdout.print(console.table(["class", "images", "accuracy"], classes, "Classes, weakest first"))
     tasks = []
     for task in evaluation.tasks:
-        when_learned = classifier.tasks_[task.number - 1]["accuracy_own"]
-        shares = map(percent, (task.accuracy, task.accuracy_own, when_learned))
-        tasks.append([task.number, join_names(task.classes, 6), task.images, *shares])
+        lesson = classifier.tasks_[task.number - 1]
+        now = [share_of(each, task.images) for each in (task.accuracy, task.accuracy_own)]
+        then = share_of(lesson["accuracy_own"], lesson["held_out"])
+        tasks.append([task.number, join_names(task.classes, 6), task.images, *now, then])
     heads = ["lesson", "classes", "images", "accuracy", "among own classes", "when learned"]
     stdout.print(console.table(heads, tasks, "Accuracy by lesson"))
     if evaluation.confused:
         confused = [
-            [each.true, each.predicted, each.images, percent(each.share)]
+            [
+                each.true,
+                each.predicted,
+                each.images,
+                share_of(each.share, evaluation.classes[each.true].images),
+            ]
             for each in evaluation.confused
         ]
         heads = ["class", "predicted as", "images", "of the class"]
         stdout.print(console.table(heads, confused, "Most confused classes"))
-    stdout.print(
-        f"{counted(evaluation.images, 'image')}: {percent(evaluation.accuracy)} correct; "
-        f"expected calibration error {percent(evaluation.calibration_error)}"
-    )
+    total = f"{counted(evaluation.images, 'image')}: "
+    total += f"{share_of(evaluation.accuracy, evaluation.images)} correct"
+    if evaluation.images >= FEW_IMAGES:
+        total += f"; expected calibration error {percent(evaluation.calibration_error)}"
+    stdout.print(total)
     if (unknown := evaluation.unknown) is not None:
         stdout.print(
             f"{unknown.images} images of unknown classes: AUROC {unknown.auroc:.3f}; "
-            f"{percent(unknown.false_positive_rate)} of them accepted if 95 % of the known images "
-            f"are; --unknown auto at a rate of {percent(unknown.rate)} rejects "
-            f"{percent(unknown.rejected_known)} of the known and "
-            f"{percent(unknown.rejected_unknown)} of the unknown images"
+            f"{share_of(unknown.false_positive_rate, unknown.images)} accepted if 95 % of the "
+            f"known images are; --unknown auto at a rate of {percent(unknown.rate)} rejects, of "
+            f"the known images, {share_of(unknown.rejected_known, evaluation.images)} and, of the "
+            f"unknown ones, {share_of(unknown.rejected_unknown, unknown.images)}"
         )
 
 
@@ -344,7 +351,7 @@ def _print_learned(
     learned: "Learned", classifier: "ContinualClassifier", model: Path, as_json: bool
 ) -> None:
     from coda_prompt.learner import store
-    from coda_prompt.learner.card import percent
+    from coda_prompt.learner.card import FEW_IMAGES, percent, share_of
 
     if as_json:
         fields = dataclasses.asdict(learned)
@@ -354,20 +361,25 @@ def _print_learned(
         return
     lines = [_new_and_continued(learned)]
     if learned.accuracy is not None:
-        lines.append(
-            f"on {counted(learned.held_out, 'held-out image')}: {percent(learned.accuracy)} among "
-            f"all {counted(len(classifier.classes_), 'class')}, "
-            f"{percent(learned.accuracy_own)} among its own; "
-            f"calibration error {percent(learned.calibration_error)}"
+        among_all, among_own = (
+            share_of(each, learned.held_out) for each in (learned.accuracy, learned.accuracy_own)
         )
+        measured = (
+            f"on {counted(learned.held_out, 'held-out image')}: {among_all} right among all "
+            f"{counted(len(classifier.classes_), 'class')}, {among_own} among its own"
+        )
+        if learned.held_out >= FEW_IMAGES:
+            measured += f"; calibration error {percent(learned.calibration_error)}"
+        lines.append(measured)
     lines += [f"hint: {hint}" for hint in learned.hints]
     for name, (before, after) in learned.forgotten.items():
         if after != before:
-            lines.append(f"{name}: {percent(before)} -> {percent(after)}")
-    if learned.forgotten:
-        pairs = list(learned.forgotten.values())
-        before, after = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
-        lines.append(f"checked classes: {percent(before)} -> {percent(after)}")
+            shares = (share_of(each, learned.checked[name]) for each in (before, after))
+            lines.append(f"{name}: {' -> '.join(shares)}")
+    watched = classifier.network.tasks[-1].watched
+    if watched is not None:
+        shares = (share_of(each, watched.images) for each in (watched.before, watched.after))
+        lines.append(f"checked classes: {' -> '.join(shares)}")
     size = (model / store.MODEL).stat().st_size / 1e6
     lines.append(
         f"{console.decode_file_name(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"

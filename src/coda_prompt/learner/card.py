@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from coda_prompt.learner.store import Description, TaskRecord
 
 MAX_CLASSES_SHOWN = 40
+FEW_IMAGES = 10
+"""Shares of fewer images are shown as counts: a percentage would look more certain than it is."""
 TASK_HEADS = [
     "lesson",
     "date",
@@ -48,8 +50,8 @@ def model_card(description: Description) -> str:
     ]
     lines += [
         f"| {number + 1} | {task.date[:10]} | {len(task.new)} | {len(task.continued)} "
-        f"| {sum(task.images.values())} | {percent(task.accuracy)} "
-        f"| {percent(task.accuracy_own)} |"
+        f"| {sum(task.images.values())} | {share_of(task.accuracy, task.held_out)} "
+        f"| {share_of(task.accuracy_own, task.held_out)} |"
         for number, task in enumerate(tasks)
     ]
     lines += [
@@ -72,11 +74,23 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
+def share_of(share: float | None, images: int) -> str:
+    """Format a share of images: `3 of 4` if they are few, else a percentage; `-` if there is none.
+
+    Args:
+        share: The share; None if it is not known.
+        images: Number of images; 0 if it is not known.
+    """
+    if share is None or not 0 < images < FEW_IMAGES:
+        return percent(share)
+    return f"{round(share * images)} of {images}"
+
+
 def task_rows(tasks: Iterable[TaskRecord]) -> list[list[object]]:
     """Return the table of lessons, with the columns `TASK_HEADS`."""
     rows: list[list[object]] = []
     for number, task in enumerate(tasks, 1):
         classes = (join_names(names, 6) for names in (task.new, task.continued))
-        shares = map(percent, (task.accuracy, task.accuracy_own))
+        shares = [share_of(each, task.held_out) for each in (task.accuracy, task.accuracy_own)]
         rows.append([number, task.date[:10], *classes, sum(task.images.values()), *shares])
     return rows

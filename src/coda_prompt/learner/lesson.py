@@ -174,6 +174,7 @@ def teach(
         calibration_error=record.calibration_error,
         left_out=tuple(str(problem) for problem in images.bad),
         forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
+        checked={name: before[name].images for name in before},
         hints=(*hints, *repeated),
         held_out_images=tuple(task.test.indices.tolist()),
     )
@@ -249,9 +250,13 @@ def make_record(
 def watched_accuracy(
     before: dict[str, ClassAccuracy], after: dict[str, ClassAccuracy]
 ) -> WatchedAccuracy:
-    """Average the accuracies of older classes."""
-    means = [sum(each.accuracy for each in part.values()) / len(part) for part in (before, after)]
-    return WatchedAccuracy(classes=len(before), before=means[0], after=means[1])
+    """Measure the accuracy on all images of older classes."""
+    images = sum(each.images for each in before.values())
+    shares = [
+        sum(each.images * each.accuracy for each in part.values()) / images
+        for part in (before, after)
+    ]
+    return WatchedAccuracy(classes=len(before), images=images, before=shares[0], after=shares[1])
 
 
 def known_accuracies(

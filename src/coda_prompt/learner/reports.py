@@ -36,6 +36,8 @@ class HistoryEntry:
     """Known classes that got more images."""
     images: int = 0
     """Images of a lesson."""
+    held_out: int = 0
+    """Images of a lesson that were held out to measure it."""
     accuracy: float | None = None
     """On held-out images among all classes, right after the lesson."""
     accuracy_own: float | None = None
@@ -44,6 +46,8 @@ class HistoryEntry:
     """Accuracy of older classes before the lesson, on watched images; None if none were watched."""
     older_after: float | None = None
     """The same after the lesson."""
+    older_images: int = 0
+    """Number of watched images; 0 if it is not known."""
     version: int | None = None
     """Number of the version that it made; None if that is not stored any more."""
 
@@ -151,10 +155,12 @@ def _entries(
                 tuple(task.new),
                 tuple(task.continued),
                 sum(task.images.values()),
+                task.held_out,
                 None if forgotten else task.accuracy,
                 None if forgotten else task.accuracy_own,
                 watched.before if watched else None,
                 watched.after if watched else None,
+                watched.images if watched else 0,
                 numbers.get((number, edits)),
             )
         )

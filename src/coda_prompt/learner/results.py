@@ -34,6 +34,8 @@ class Learned:
     """Images that could not be read, with `skip_bad`."""
     forgotten: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Accuracy of each checked class before and after the lesson."""
+    checked: dict[str, int] = field(default_factory=dict)
+    """Number of images of each checked class."""
     hints: tuple[str, ...] = ()
     """What looks wrong with the lesson, now that it is learned."""
     held_out_images: tuple[int, ...] = field(default=(), repr=False)

@@ -61,14 +61,16 @@ FOLDERS = {versions.FOLDER, PROGRESS}
 
 
 class WatchedAccuracy(FileSchema):
-    """Mean accuracy of older classes before and after a lesson, on watched images."""
+    """Accuracy of older classes before and after a lesson, on watched images."""
 
     classes: int = Field(ge=1)
     """Number of older classes with watched images."""
+    images: int = Field(0, ge=0)
+    """Number of watched images; 0 in models of earlier versions."""
     before: float
-    """Mean accuracy before the lesson."""
+    """Accuracy before the lesson."""
     after: float
-    """Mean accuracy after the lesson."""
+    """Accuracy after the lesson."""
 
 
 class EditRecord(FileSchema):

@@ -159,11 +159,13 @@ class Teacher:
         after = self._check_images.accuracy(classifier, self._sha256, known)
         assert after is not None
         classes = len({image.label for image in images})
-        measured = store.WatchedAccuracy(classes=classes, before=before, after=after)
+        measured = store.WatchedAccuracy(
+            classes=classes, images=len(images), before=before, after=after
+        )
         tasks = classifier.network.tasks
         with contextlib.suppress(OSError):
             checks.add_check(self.model, len(tasks), tasks[-1], measured)
-        return {**measured.model_dump(), "images": len(images)}
+        return measured.model_dump()
 
     def _current(self) -> ContinualClassifier:
         """Return the model in the folder, read again if it is another one than the last."""

@@ -9,6 +9,10 @@ export function make(tag, properties = {}, ...children) {
 }
 
 export const percent = (share) => `${(100 * share).toFixed(0)}\u00a0%`;
+const FEW_IMAGES = 10; // a percentage of fewer would look more certain than it is
+// A share of images; their number is 0 if it is not known.
+export const shareOf = (share, images) => images > 0 && images < FEW_IMAGES
+  ? `${Math.round(share * images)} of ${images}` : percent(share);
 export const forDrawings = () => document.body.dataset.input === "drawing";
 
 const MAX_LISTED = 5; // names

@@ -1,7 +1,7 @@
 // What the model has learned: lessons with their cost, accuracy of classes, confused pairs, downloads.
 
 import { call, json } from "./api.js";
-import { element, listed, make, percent, showError, showErrors } from "./dom.js";
+import { element, listed, make, shareOf, showError, showErrors } from "./dom.js";
 import { restore } from "./classes.js";
 
 const view = element("learned");
@@ -60,8 +60,8 @@ function lessonRow(entry, current) {
     make("span", { className: "hint", textContent: ` ${new Date(entry.date).toLocaleString()}${entry.undone ? ", undone" : ""}` }));
   const results = names.length ? [
     `${entry.images} images`,
-    entry.accuracy === null ? "" : `accuracy ${percent(entry.accuracy)}`,
-    entry.older_before === null ? "" : `older classes ${percent(entry.older_before)} → ${percent(entry.older_after)}`,
+    entry.accuracy === null ? "" : `${shareOf(entry.accuracy, entry.held_out)} right`,
+    entry.older_before === null ? "" : `older classes ${shareOf(entry.older_before, entry.older_images)} → ${shareOf(entry.older_after, entry.older_images)}`,
   ] : [];
   return make("tr", { className: entry.undone ? "undone" : "" }, what, cell(results.filter(Boolean).join(", "), "wrap"),
     make("td", {}, versionOf(entry, current, what.title || entry.what)));
@@ -81,7 +81,7 @@ function showClasses(classes) {
   const rows = worstFirst.map(({ label, images, accuracy }) => {
     const bar = make("span");
     bar.style.width = `${100 * accuracy}%`;
-    const measured = make("td", { className: "distance" }, make("span", { textContent: percent(accuracy) }),
+    const measured = make("td", { className: "distance" }, make("span", { textContent: shareOf(accuracy, images) }),
       make("span", { className: "track", ariaHidden: "true" }, bar));
     return make("tr", {}, make("th", { scope: "row", textContent: label }), measured, cell(`${images}`));
   });
@@ -92,7 +92,7 @@ function showClasses(classes) {
 
 function showConfused({ classes, confused }) {
   const rows = confused.map(({ true: right, predicted, images, share: part }) => make("tr", {},
-    make("th", { scope: "row", textContent: right }), cell(predicted, "wrap"), cell(`${images} (${percent(part)})`)));
+    make("th", { scope: "row", textContent: right }), cell(predicted, "wrap"), cell(`${images} (${shareOf(part, Math.round(images / part))})`)));
   element("confused").replaceChildren(rows.length
     ? table("Most confused pairs of held-out images", ["Class", "Predicted as", "Images"], rows)
     : make("p", { className: "hint", textContent: classes.length ? "No held-out image was confused with another class." : "" }));

@@ -1,7 +1,7 @@
 // A lesson: named examples, the Teach button, and the progress of the lesson that is running.
 
 import { post } from "./api.js";
-import { announce, element, listed, make, percent, short, showError, showErrors } from "./dom.js";
+import { announce, element, listed, make, shareOf, short, showError, showErrors } from "./dom.js";
 
 const MIN_EXAMPLES = 5; // of a new class
 const MAX_NAME = 100; // characters
@@ -204,8 +204,8 @@ function report({ classes, learned, stage }, mine) {
   const others = [...known].some((name) => !classes.includes(name));
   const result = [
     `Learned ${listed(classes)} in ${seconds.toFixed(1)} s.`,
-    held_out ? `Accuracy on ${held_out} held-out ${held_out === 1 ? "example" : "examples"}: ${percent(accuracy)}.` : "",
-    kept ? `Older classes (${kept.classes}, on ${kept.images} ${kept.images === 1 ? "image" : "images"}): ${percent(kept.before)} before, ${percent(kept.after)} now.`
+    held_out ? `Of ${held_out} held-out ${held_out === 1 ? "example" : "examples"}, ${shareOf(accuracy, held_out)} right.` : "",
+    kept ? `Older classes (${kept.classes}, on ${kept.images} ${kept.images === 1 ? "image" : "images"}): ${shareOf(kept.before, kept.images)} right before, ${shareOf(kept.after, kept.images)} now.`
       : stage === "checking" && others ? "Checking the old classes…" : "",
   ].filter(Boolean).join(" ");
   const advice = [...warnings.map((text) => `Warning: ${text}.`), ...hints.map((text) => `Hint: ${text}.`)];
