@@ -114,7 +114,7 @@ def test_edits_move_the_hashes() -> None:
 
 def test_merged_models_have_the_hashes_of_both() -> None:
     first, second = taught_with_hashes([0, 1]), taught_with_hashes([2, 1])
-    merged = ContinualClassifier.merge([first, second])
+    merged = ContinualClassifier.merge([first, second], count_twice=True)
     expected = {NAMES[0]: COUNT, NAMES[1]: 2 * COUNT, NAMES[2]: COUNT}
     assert classes_of_hashes(merged) == expected
     (hint,) = repeated(merged, *drawings([2], 1))

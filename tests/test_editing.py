@@ -88,7 +88,7 @@ def test_a_ridge_is_not_selected_on_classes_of_one_image() -> None:
 def test_joined_models_equal_one_taught_both_in_turn(method: str, tmp_path: Path) -> None:
     """A class that both know is united."""
     first, second = taught_whole(method, [0, 1, 2]), taught_whole(method, [2, 3, 4], [5])
-    joined = ContinualClassifier.merge([first, second])
+    joined = ContinualClassifier.merge([first, second], count_twice=True)
     assert_agree(joined, taught_whole(method, [0, 1, 2], [2, 3, 4], [5]))
     assert joined.tasks_[1]["continued"] == [NAMES[2]]
     joined.save(tmp_path)
@@ -102,7 +102,7 @@ def test_joined_models_equal_one_taught_both_in_turn_with_images_held_out(method
     """The temperature of probabilities follows from the joined sums."""
     parts = [taught_by_default(method, [0, 1, 2]), taught_by_default(method, [2, 3, 4], [5])]
     whole = taught_by_default(method, [0, 1, 2], [2, 3, 4], [5])
-    joined = ContinualClassifier.merge(parts)
+    joined = ContinualClassifier.merge(parts, count_twice=True)
     assert_agree(joined, whole)
     assert joined.temperature == pytest.approx(whole.temperature, rel=1e-5)
 
@@ -642,6 +642,9 @@ def test_edits_over_http_and_from_the_command_line_do_not_lose_each_other(
         refused = client.post("/v1/merge", content=other)
         assert refused.status_code == 409
         assert "in common" in refused.json()["detail"]
+        twice = client.post("/v1/merge", params={"count_twice": True}, content=other)
+        assert twice.json()["classes"] == joined.json()["classes"]
+        client.post("/v1/undo")
         gone = client.post("/v1/forget", json={"name": "zero", "confirm": True}).json()
         assert gone["classes"] == [NAMES[3], NAMES[5], NAMES[6]]
         history = client.get("/v1/history").json()

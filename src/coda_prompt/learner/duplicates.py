@@ -77,6 +77,13 @@ class LearnedHashes(nn.Module):
             differing += ((BITS - closest.values) / 2).long().tolist()
         return positions, differing
 
+    def repeated(self, other: LearnedHashes) -> dict[int, int]:
+        """Return how many images of each class of `other` resemble one of these."""
+        _, differing = self.nearest(other.hashes.frozen)
+        rows = other.rows.frozen[torch.tensor(differing) <= MAX_DIFFERENT_BITS]
+        found = rows.unique(return_counts=True)
+        return {int(row): int(count) for row, count in zip(*found, strict=True)}
+
     # -- the state in a model
 
     def state(self) -> dict[str, Tensor]:

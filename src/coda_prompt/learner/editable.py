@@ -76,16 +76,22 @@ class EditableEstimator(SavedEstimator):
         return editing.relabel(self, labelled(data, labels), taught_as)
 
     @classmethod
-    def merge(cls, classifiers: Sequence[Self]) -> Self:
+    def merge(cls, classifiers: Sequence[Self], *, count_twice: bool = False) -> Self:
         """Join what classifiers have learned on the same backbone; classes of one name are merged.
 
         The result equals one classifier that was taught the lessons of all, in this order.
 
+        Args:
+            classifiers: Two or more.
+            count_twice: Join them also if they have learned the same images, which then count more
+                than once. These are recognised by their hashes (`find_duplicates` in `learn`);
+                without hashes, only the same files and classes of the same images are.
+
         Raises:
             CannotEdit: Method, options or backbone differ, the method is not in closed form, or
-                two of them have a lesson in common.
+                two of them have learned the same images, without `count_twice`.
         """
-        return editing.merge(classifiers)
+        return editing.merge(classifiers, count_twice)
 
     def history(self) -> reports.ModelHistory:
         """Return the lessons and edits, and the versions that can be restored."""

@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.editable import EditableEstimator
+    from coda_prompt.learner.network import Network
 
 Classifier = TypeVar("Classifier", bound="EditableEstimator")
+COUNT_TWICE = "join them anyway with --count-twice (count_twice=True)"
+ROUNDING = 1e-4
+"""Of the sum of a class's features. Sums of the same images differ less, other images more."""
 NOTHING_REMAINS = "nothing of it remains in the sums"
 
 
@@ -206,7 +210,7 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
     return counts
 
 
-def merge(classifiers: Sequence[Classifier]) -> Classifier:
+def merge(classifiers: Sequence[Classifier], count_twice: bool = False) -> Classifier:
     """Join classifiers; `ContinualClassifier.merge` documents it."""
     if len(classifiers) < 2:
         raise errors.CannotEdit("two or more models are needed")
@@ -214,20 +218,28 @@ def merge(classifiers: Sequence[Classifier]) -> Classifier:
     joined = copy.copy(first)
     joined._network, joined._history = first.network.copied(), History()
     joined._home, joined._saved, joined._checkpointer = None, None, None
-    join(joined, others)
+    join(joined, others, count_twice)
     joined._history = History()
     return joined
 
 
-def join(classifier: EditableEstimator, others: Sequence[EditableEstimator]) -> None:
+def join(
+    classifier: EditableEstimator, others: Sequence[EditableEstimator], count_twice: bool = False
+) -> None:
     """Add what others have learned to a classifier, as a new version of it.
+
+    Args:
+        classifier: What the others are added to.
+        others: Classifiers of the same method and backbone.
+        count_twice: Whether images that several of them have learned may count more than once.
 
     Raises:
         CannotEdit: As in `ContinualClassifier.merge`.
     """
     for other in others:
         _check_mergeable(classifier, other)
-    _refuse_common_lessons([classifier, *others])
+    if not count_twice:
+        _refuse_common_images([classifier, *others])
     previous, tasks = classifier._model(), list(classifier.network.tasks)
     with _unchanged_on_error(classifier, previous):
         for other in others:
@@ -418,16 +430,54 @@ def _check_mergeable(first: EditableEstimator, other: EditableEstimator) -> None
             raise errors.CannotEdit(f"the models differ in their {what}: {mine} and {others}")
 
 
-def _refuse_common_lessons(classifiers: Sequence[EditableEstimator]) -> None:
-    """Refuse models with a lesson in common, whose images would count twice."""
+def _refuse_common_images(classifiers: Sequence[EditableEstimator]) -> None:
+    """Refuse models that have learned the same images, which would count twice."""
     lessons = [task for each in classifiers for task in each.network.tasks]
     for index, lesson in enumerate(lessons):
         if lesson in lessons[:index] and lesson.images:
             raise errors.CannotEdit(
                 f"two models have the lesson of {lesson.date} ({errors.join_names(lesson.new)}) in "
                 "common, and its images would count twice",
-                "Undo it in one of them.",
+                f"Undo it in one of them, or {COUNT_TWICE}.",
             )
+    for index, later in enumerate(classifiers):
+        for earlier in classifiers[:index]:
+            if common := common_images(earlier.network, later.network):
+                each = [f"{name} {count}" for name, count in common.items()]
+                total = errors.counted(sum(common.values()), "image")
+                raise errors.CannotEdit(
+                    f"both models have learned the same images ({errors.join_names(each)}), and "
+                    f"{total} would count twice",
+                    f"Forget these classes in one of them, or {COUNT_TWICE}.",
+                )
+
+
+def common_images(first: Network, second: Network) -> dict[str, int]:
+    """Return the classes of `second` with images that `first` has learned too, and how many.
+
+    Images are compared by their hashes if both models have them. Without hashes, the same files
+    and classes with equal statistics are recognised.
+    """
+    rows = first.hashes.repeated(second.hashes)
+    common = {second.classes[row]: count for row, count in rows.items()}
+    files = {task.files for task in first.tasks if task.files}
+    for task in second.tasks:
+        if task.files in files:
+            common = {**task.images, **common}
+    if first.detector is None or second.detector is None:
+        return common
+    mine, others = first.detector.class_moments(), second.detector.class_moments()
+    if mine.sums.frozen.shape[1] != others.sums.frozen.shape[1]:  # one is of an earlier version
+        return common
+    for name, count, total in zip(
+        second.classes, others.counts.frozen, others.sums.frozen, strict=True
+    ):
+        same = mine.sums.frozen[mine.counts.frozen == count]
+        nearest = (same - total).norm(dim=1).amin() if len(same) else torch.inf
+        if count > 0 and nearest <= ROUNDING * total.norm():
+            images = sum(task.images.get(name, 0) for task in second.tasks)
+            common.setdefault(name, images)
+    return common
 
 
 @contextlib.contextmanager

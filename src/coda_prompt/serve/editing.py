@@ -112,7 +112,13 @@ async def relabel(
         }
     },
 )
-async def merge(request: Request, service: CurrentService) -> dict[str, Any]:
+async def merge(
+    request: Request,
+    service: CurrentService,
+    count_twice: Annotated[
+        bool, Query(description="Join models that have learned the same images.")
+    ] = False,
+) -> dict[str, Any]:
     """Join another model into this one: the body is its `model.safetensors`."""
     content = await request.body()
     try:
@@ -124,7 +130,7 @@ async def merge(request: Request, service: CurrentService) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / store.MODEL).write_bytes(content)
             other = ContinualClassifier.load(folder, **service.options)
-        editing.join(classifier, [other])
+        editing.join(classifier, [other], count_twice)
 
     return await _edit(service, change)
 
