@@ -12,8 +12,8 @@ import pytest
 from forked import PATIENCE
 
 from coda_prompt import __version__, cli, shutdown
-from coda_prompt.data import packing
 from coda_prompt.methods import METHODS
+from coda_prompt.model import catalog
 
 
 def coda(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,8 +41,8 @@ def test_ctrl_c_before_any_work_ends_in_one_message(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packing, "pack", interrupted)
-    monkeypatch.setattr(sys, "argv", ["coda", "shards", "photos", "shards"])
+    monkeypatch.setattr(catalog, "convert_checkpoint", interrupted)
+    monkeypatch.setattr(sys, "argv", ["coda", "convert", "vit.pth", "vit.safetensors"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130

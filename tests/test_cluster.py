@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster or at a remote path give the same numbers."""
+"""Runs on a Ray cluster give the same numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import secrets
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -110,39 +109,6 @@ def test_missing_ray_names_the_extra_to_install(tiny: Path, tmp_path: Path) -> N
     assert "coda-prompt[ray]" in finished.stderr
 
 
-def test_run_at_a_remote_path_resumes_after_the_local_copy_is_lost(
-    tiny: Path, uninterrupted: dict[str, Any], tmp_path: Path
-) -> None:
-    """Every checkpoint is uploaded, so a run whose local copy is lost resumes from there."""
-    there, cache = tmp_path / "there", tmp_path / "cache"
-    register = (
-        "import fsspec, sys; from fsspec.implementations.dirfs import DirFileSystem as Dir;"
-        "from fsspec.implementations.local import LocalFileSystem as Local\n"
-        "class There(Dir):\n"
-        "    protocol = 'there'\n"
-        f"    def __init__(self, **_): super().__init__({str(there)!r}, Local(auto_mkdir=True))\n"
-        "    @classmethod\n"
-        "    def _strip_protocol(cls, path): return path.removeprefix('there://').strip('/')\n"
-        "fsspec.register_implementation('there', There, clobber=True)\n"
-        f"{CODA}"
-    )
-    there.mkdir()
-    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(cache)}
-    command = [register, "bench", *micro(tiny, tmp_path / "unused")]
-    command[command.index("--out") + 1] = "there://runs"
-    process = Forked(*command, environment=environment)
-    wait_for_checkpoint(there, process)
-    process.kill()
-    process.communicate()
-    shutil.rmtree(cache)
-    finished = Forked(*command, environment=environment).completed()
-    assert finished.returncode == 0, finished.stderr
-    assert comparable(there / "runs") == uninterrupted
-    assert not list(there.rglob("checkpoint-*"))
-    assert (there / "runs" / "tiny" / "benchmark.json").exists()
-    assert list(there.rglob("accuracy.png"))
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -155,8 +121,7 @@ def test_run_at_a_remote_path_resumes_after_the_local_copy_is_lost(
         (("--gpus", "1"), "add --executor ray"),
         (("--cpus", "1"), "add --executor ray"),
         (("--strategy", "fsdp"), "more than one device"),
-        (("--out", "memory://x", "--jobs", "2"), "memory is not shared"),
-        (("--out", "no-such-protocol://x"), "not a URL that can be used"),
+        (("--out", "s3://bucket/runs"), "is remote; name a local folder"),
     ],
 )
 def test_invalid_combinations_of_options_are_refused(

@@ -33,11 +33,8 @@ from coda_prompt.bench.runs import runs_of
 from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.data import images, pocket
 from coda_prompt.data.images import open_image
-from coda_prompt.data.packing import pack
 from coda_prompt.data.paper.domainnet import DOMAINS, domainnet_source
 from coda_prompt.data.paper.imagenet_r import LISTS, imagenet_r_source
-from coda_prompt.data.shard_index import INDEX_NAME
-from coda_prompt.data.shards import shard_source
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import store
 from coda_prompt.model.catalog import load_backbone
@@ -117,36 +114,6 @@ def forgery(draw: st.DrawFn) -> Callable[[Any], Any]:
         return root[0]
 
     return apply
-
-
-# -- shards
-
-
-@FEW
-def test_tar_shards_and_their_index(examples: int, tiny: Path, tmp_path: Path) -> None:
-    """A tar file has no hash: damage in it may show as other images. An index has one."""
-    pack(str(tiny.parent / "data"), str(tmp_path), 1)
-    expected = shard_source(str(tmp_path)).fingerprint()
-    tar, index = tmp_path / "test-000000.tar", tmp_path / INDEX_NAME.format("test")
-    whole = {path: path.read_bytes() for path in (tar, index)}
-
-    def read() -> None:
-        source = shard_source(str(tmp_path))
-        for place in range(len(source.test)):
-            source.test.image(place)
-
-    def check(forged: bool, change: Change) -> None:
-        path = index if forged else tar
-        path.write_bytes(change(whole[path]))
-        if forged:
-            assert shard_source(str(tmp_path)).fingerprint() == expected
-        else:
-            index.unlink(missing_ok=True)
-            refused_or_fine(read)
-        for kept, content in whole.items():
-            kept.write_bytes(content)
-
-    fuzz(examples, check, st.booleans(), damage())
 
 
 # -- structures

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,20 +18,14 @@ import numpy as np
 import pytest
 from forked import Forked
 from PIL import Image
-from typer.testing import CliRunner
 
 from coda_prompt.bench.config import load_benchmark
 from coda_prompt.bench.inputs import load_source
-from coda_prompt.cli import app
-from coda_prompt.data import hf_datasets, packing
-from coda_prompt.data.folders import folder_source
-from coda_prompt.data.hf_datasets import hub_source, open_hub_split, stream_hub_splits
+from coda_prompt.data.hf_datasets import HubSplit, hub_source, open_hub_split
 from coda_prompt.data.inputs import image_items
-from coda_prompt.data.packing import pack
 from coda_prompt.data.resolve import labelled
-from coda_prompt.data.shards import shard_source
 from coda_prompt.data.sources import Source
-from coda_prompt.errors import BadImage, BadOption, MissingData, MissingExtra, WrongType
+from coda_prompt.errors import BadImage, MissingData, MissingExtra, WrongType
 
 SIZES = {"train": 7, "test": 3}
 
@@ -41,7 +34,6 @@ SIZES = {"train": 7, "test": 3}
 def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
@@ -113,9 +105,8 @@ def test_unsuitable_dataset_raises_a_readable_error(tmp_path: Path) -> None:
     words.mkdir()
     for name in SIZES:
         datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(words / f"{name}-0-of-1.parquet")
-    for read in (hub_source, stream_hub_splits):
-        with pytest.raises(MissingData, match="an image and a class column"):
-            read(str(words))
+    with pytest.raises(MissingData, match="an image and a class column"):
+        hub_source(str(words))
 
 
 def test_without_a_network_an_uncached_dataset_fails_at_once(
@@ -185,181 +176,77 @@ def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
         hub_source("owner/name")
 
 
-# -- packing into shards
+# -- data larger than a disk
 
 
-def assert_same(found: Source, expected: Source) -> None:
-    assert found.class_names == expected.class_names
-    for mine, other in ((found.train, expected.train), (found.test, expected.test)):
-        assert mine.labels.tolist() == other.labels.tolist()
-        for number in range(len(other)):
-            assert np.array_equal(np.asarray(mine.image(number)), np.asarray(other.image(number)))
+def shades(source: Source) -> list[tuple[list[int], list[Any]]]:
+    """The labels and the grey levels of the images of both splits."""
+    return [
+        (split.labels.tolist(), [split.image(n).getpixel((0, 0)) for n in range(len(split))])
+        for split in (source.train, source.test)
+    ]
 
 
-def small_shards(patched: pytest.MonkeyPatch) -> None:
-    group_by_size = packing._group_by_size
-    patched.setattr(packing, "_group_by_size", lambda examples, _: group_by_size(examples, 1_000))
-
-
-def test_shards_of_a_dataset_equal_the_dataset(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_shards(monkeypatch)
-    shards, images = pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
-    assert (shards > 2, images) == (True, 10)
-    assert not list(tmp_path.rglob("*.arrow")), "nothing is kept on the disk"
-    assert_same(shard_source(str(tmp_path / "out")), hub_source(str(dataset)))
-
-
-@pytest.mark.parametrize("out", ["folder", "memory://shards-of-the-hub"])
-def test_packing_resumes_after_an_interruption(
-    out: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_shards(monkeypatch)
-    place = out if "://" in out else str(tmp_path / out)
-    pack(f"hub:{dataset}", str(tmp_path / "whole"), 1)
-    written = interrupt_after(2, monkeypatch, f"hub:{dataset}", place)
-    with pytest.raises(MissingData):
-        shard_source(place)
-    started: list[int] = []
-    skipped = hf_datasets.StreamedHubSplit.examples
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            hf_datasets.StreamedHubSplit,
-            "examples",
-            lambda self, first: (started.append(first), skipped(self, first))[1],
-        )
-        pack(f"hub:{dataset}", place, 1)
-    assert started[0] > written[1] > 0
-    files, root = fsspec.core.url_to_fs(place)
-    for name in os.listdir(tmp_path / "whole"):
-        whole = (tmp_path / "whole" / name).read_bytes()
-        assert files.cat_file(f"{root}/{name}") == whole, name
-    names = {os.path.basename(path) for path in files.ls(root, detail=False)}
-    assert names == set(os.listdir(tmp_path / "whole"))
-    with pytest.raises(BadOption, match="is not empty"):
-        pack(f"hub:{dataset}", place, 1)
-
-
-def test_packing_other_data_starts_over(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_shards(monkeypatch)
-
-    def full(_: object) -> None:
-        raise OSError("full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(packing._Target, "finish", full)
-        with pytest.raises(OSError, match="full"):
-            pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
-    shutil.copytree(dataset, tmp_path / "other")
-    write(tmp_path / "other", train=part(4, 50))
-    pack(f"hub:{tmp_path / 'other'}", str(tmp_path / "out"), 1)
-    assert_same(shard_source(str(tmp_path / "out")), hub_source(str(tmp_path / "other")))
-
-
-@pytest.mark.parametrize("note", [None, b"", b'{"data": "hu', b"[1]"])
-def test_packing_to_a_remote_path_resumes_after_any_interruption(
-    note: bytes | None, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted in the first shard, or while writing the state file."""
-    small_shards(monkeypatch)
-    out = tmp_path / "out"
-    interrupt_after(0, monkeypatch, f"hub:{dataset}", f"file://{out}")
-    if note is not None:
-        (out / "train-000099.tar").write_bytes(b"left over")
-        (out / "packing.json").write_bytes(note)
-    pack(f"hub:{dataset}", f"file://{out}", 1)
-    assert_same(shard_source(str(out)), hub_source(str(dataset)))
-
-
-def interrupt_after(count: int, patched: pytest.MonkeyPatch, data: str, out: str) -> list[int]:
-    """Interrupt packing after `count` shards; returns the first image of each."""
-    make_tar = packing._make_tar
-    written: list[int] = []
-
-    def interrupt(group: Any, first: int) -> bytes:
-        if len(written) == count:
-            raise KeyboardInterrupt
-        written.append(first)
-        return make_tar(group, first)
-
-    with patched.context() as inner:
-        inner.setattr(packing, "_make_tar", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pack(data, out, 1)
-    return written
-
-
-def test_packing_a_changed_folder_starts_over(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_shards(monkeypatch)
-    shutil.copytree(tiny.parent / "data", tmp_path / "data")
-    interrupt_after(2, monkeypatch, str(tmp_path / "data"), str(tmp_path / "out"))
-    (tmp_path / "data/train/a/5.png").rename(tmp_path / "data/train/a/00.png")
-    pack(str(tmp_path / "data"), str(tmp_path / "out"), 1)
-    expected = folder_source(tmp_path / "data")
-    assert_same(shard_source(str(tmp_path / "out")), expected)
-
-
-@pytest.mark.parametrize("done", [{"train": [1, -7]}, {"train": [10**15, 10**15]}, {"x": [1, 1]}])
-def test_inconsistent_packing_state_is_ignored(
-    done: object, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_shards(monkeypatch)
-    interrupt_after(2, monkeypatch, f"hub:{dataset}", str(tmp_path / "out"))
-    note = tmp_path / "out" / "packing.json"
-    note.write_text(json.dumps({**json.loads(note.read_text()), "done": done}))
-    pack(f"hub:{dataset}", str(tmp_path / "out"), 1)
-    assert_same(shard_source(str(tmp_path / "out")), hub_source(str(dataset)))
-
-
-def test_class_names_are_packed_unchanged(tiny: Path, tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        folder = tmp_path / "data" / part
-        shutil.copytree(tiny.parent / "data" / part, folder)
-        (folder / "a").rename(folder / " a")
-        (folder / "f").rename(folder / "f ")
-    pack(str(tmp_path / "data"), str(tmp_path / "out"), 1)
-    found = shard_source(str(tmp_path / "out"))
-    assert found.class_names == folder_source(tmp_path / "data").class_names
-
-
-def test_byte_order_mark_in_a_class_name_is_rejected(tmp_path: Path) -> None:
+def test_a_saved_dataset_is_mapped_into_memory(dataset: Path, tmp_path: Path) -> None:
     import datasets
 
-    marked = datasets.Features(
-        {"img": datasets.Image(), "fine": datasets.ClassLabel(names=["\ufeffa", "b"])}
-    )
-    (tmp_path / "marked").mkdir()
-    for name in SIZES:
-        rows = datasets.Dataset.from_dict(part(2), features=marked)
-        rows.to_parquet(tmp_path / "marked" / f"{name}-00000-of-00001.parquet")
-    with pytest.raises(MissingData, match=r"cannot be written to classes\.txt"):
-        pack(f"hub:{tmp_path / 'marked'}", str(tmp_path / "out"), 1)
+    datasets.load_dataset(str(dataset)).save_to_disk(tmp_path / "saved")
+    source = hub_source(str(tmp_path / "saved"))
+    assert shades(source) == shades(hub_source(str(dataset)))
+    assert isinstance(source.train, HubSplit)
+    (mapped,) = source.train.rows.cache_files
+    assert Path(mapped["filename"]).parent == tmp_path / "saved" / "train"
 
 
-def test_packing_to_memory_is_rejected(dataset: Path) -> None:
-    ended = CliRunner().invoke(app, ["shards", f"hub:{dataset}", "memory://x"])
-    assert isinstance(ended.exception, BadOption)
+def test_parquet_files_are_read_from_an_object_store(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    store = fsspec.filesystem("memory")
+    store.put(str(dataset), "/bucket/photos", recursive=True)
+    source = hub_source("memory://bucket/photos")
+    assert source.class_names == ("a", "b")
+    assert shades(source) == shades(hub_source(str(dataset)))
+    with pytest.raises(MissingData, match="hub:memory://bucket/none: the dataset could not be"):
+        hub_source("memory://bucket/none")
+
+
+def test_images_stay_in_an_object_store_if_a_table_has_their_addresses(tmp_path: Path) -> None:
+    """Each image is one request, when it is needed; the table is all that is stored."""
+    store = fsspec.filesystem("memory")
+    for number in range(4):
+        store.pipe(f"/bucket/{number}.png", file(10 * number))
+    table = tmp_path / "table"
+    table.mkdir()
+    features = "- name: image\n    dtype: image\n  - name: label\n    dtype: string\n"
+    (table / "README.md").write_text(f"---\ndataset_info:\n  features:\n  {features}---\n")
+    for part, numbers in (("train", (3, 0, 2)), ("test", (1,))):
+        rows = [f"memory://bucket/{n}.png,{'ab'[n % 2]}\n" for n in numbers]
+        (table / f"{part}.csv").write_text("image,label\n" + "".join(rows))
+    source = hub_source(str(table))
+    store.rm("/bucket/1.png")
+    assert source.class_names == ("a", "b")
+    assert source.train.labels.tolist() == [1, 0, 0]
+    assert [source.train.image(n).getpixel((0, 0)) for n in (2, 0)] == [20, 30]
+    with pytest.raises(BadImage, match=r"table/test\[0\]: it cannot be read"):
+        source.test.image(0)
 
 
 def test_images_without_a_class_are_rejected(tmp_path: Path) -> None:
     unknown = write(tmp_path / "unknown", train=part(2), test={**part(1), "fine": [-1]})
     with pytest.raises(MissingData, match=r"unknown/test.*image 0 has no class"):
-        pack(f"hub:{unknown}", str(tmp_path / "out"), 1)
+        hub_source(str(unknown))
 
 
 # -- from a hub
 
 
 @pytest.fixture
-def endpoint(dataset: Path, tmp_path: Path) -> Iterator[str]:
-    """Two repositories: the dataset's Parquet files, and tar shards of it."""
-    pack(f"hub:{dataset}", str(tmp_path / "shards"), 1)
-    folders = {"owner/rows": dataset, "owner/shards": tmp_path / "shards"}
+def endpoint(dataset: Path) -> Iterator[str]:
+    """A hub with the dataset's Parquet files."""
+    folders = {"owner/rows": dataset}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -433,35 +320,20 @@ def endpoint(dataset: Path, tmp_path: Path) -> Iterator[str]:
 
 
 SCRIPT = """
-import sys, hashlib
+import sys
 from coda_prompt.bench.inputs import load_source
 from coda_prompt.bench.config import load_benchmark
-from coda_prompt.data.packing import pack
-*packing, source = sys.argv[1:]
-if packing:
-    pack(*packing, 1)
-found = load_source(load_benchmark("pocket", [f"source={source}", "classes=2"]))
+found = load_source(load_benchmark("pocket", [f"source={sys.argv[1]}", "classes=2"]))
 for split in (found.train, found.test):
     print(split.labels.tolist(), *(int(split.image(n).getpixel((0, 0))) for n in range(len(split))))
 """
 
 
-def test_datasets_and_shards_are_read_from_a_local_hub(
-    endpoint: str, dataset: Path, tmp_path: Path
-) -> None:
-    def printed(*arguments: str) -> str:
-        own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1",
-               "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-        finished = Forked(SCRIPT, *arguments, environment={**os.environ, **own}).completed()
-        assert finished.returncode == 0, finished.stderr
-        return finished.stdout
-
-    source = hub_source(str(dataset))
-    expected = ""
-    for split in (source.train, source.test):
-        shades = [str(split.image(n).getpixel((0, 0))) for n in range(len(split))]
-        expected += f"{split.labels.tolist()} {' '.join(shades)}\n"
-    assert printed("shards:hf://datasets/owner/shards") == expected
-    assert printed("hub:owner/rows") == expected
-    packed = tmp_path / "packed"
-    assert printed("hub:owner/rows", str(packed), f"shards:{packed}") == expected
+def test_a_dataset_is_read_from_a_local_hub(endpoint: str, dataset: Path, tmp_path: Path) -> None:
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1",
+           "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    finished = Forked(SCRIPT, "hub:owner/rows", environment={**os.environ, **own}).completed()
+    assert finished.returncode == 0, finished.stderr
+    expected = shades(hub_source(str(dataset)))
+    lines = [f"{labels} {' '.join(map(str, grey))}" for labels, grey in expected]
+    assert finished.stdout.splitlines() == lines

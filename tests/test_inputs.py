@@ -115,7 +115,7 @@ def test_other_types_are_refused_with_what_is_accepted(tmp_path: Path) -> None:
         classifier.learn(5)
     with pytest.raises(TypeError, match="class names, one for each image"):
         classifier.learn([COLOURS], 5)
-    with pytest.raises(BadOption, match=r"s3://.* is not downloaded; .*shards:URL"):
+    with pytest.raises(BadOption, match=r"s3://.* is not downloaded; .*hub:URL"):
         labelled("s3://bucket/photos")
     with pytest.raises(BadOption, match="is not downloaded"):
         classifier.predict("https://example.org/image.jpg")

@@ -342,11 +342,11 @@ def print_memory_and_traffic() -> None:
             for own in LARGE_NETS
         ],
     )  # fmt: skip
-    print("Queries kept in half precision, and the index of tar shards\n")
+    print("Queries kept in half precision\n")
     table(
-        ["images", "queries, ViT-B/16", "queries, ViT-g/14", "index in memory"],
+        ["images", "queries, ViT-B/16", "queries, ViT-g/14"],
         [
-            [f"{images:,.0f}", size(images * 2 * 768), size(images * 2 * 1408), size(images * 33)]
+            [f"{images:,.0f}", size(images * 2 * 768), size(images * 2 * 1408)]
             for images in (1e6, 1e8, 1e9)
         ],
     )  # fmt: skip

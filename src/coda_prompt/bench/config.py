@@ -57,8 +57,8 @@ class Benchmark(Section):
     """About how long the default methods and trials take on two CPU cores, from counted
     multiply-adds."""
     source: str
-    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:owner/name`, `shards:` with a path or
-    remote path of tar files, `domains:` with a folder of domain folders, or an image folder."""
+    """`pocket`, `cifar-100`, `imagenet-r`, `domainnet`, `hub:` with a dataset's name, folder or
+    URL, `domains:` with a folder of domain folders, or an image folder."""
     data: Path | None = None
     """Folder with the paper's datasets. It does not identify a run: the data may be moved."""
     lists: Path | None = None

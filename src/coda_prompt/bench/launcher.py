@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from coda_prompt.bench import report
@@ -17,9 +16,7 @@ from coda_prompt.bench.ray_cluster import Cluster, run_on_ray
 from coda_prompt.bench.runner import OnEvent, run_sequentially
 from coda_prompt.bench.runs import Run, write_json
 from coda_prompt.console import stderr_console
-from coda_prompt.errors import BadOption, FolderBusy
-from coda_prompt.storage.files import exclusive_lock
-from coda_prompt.storage.remote import Mirror, local_folder
+from coda_prompt.errors import BadOption
 from coda_prompt.training.devices import Devices, check_shardable
 
 
@@ -27,8 +24,8 @@ from coda_prompt.training.devices import Devices, check_shardable
 class RunOptions:
     """Where and how runs are executed; none of it affects their numbers."""
 
-    out: str
-    """Folder for the run folders, or a remote path (`s3://...`)."""
+    folder: Path
+    """Folder for the run folders."""
     jobs: int = 1
     """Runs executed at the same time in parallel processes."""
     devices: Devices = field(default_factory=Devices)
@@ -48,27 +45,6 @@ class RunOptions:
         if self.jobs > 1 and self.cluster is not None:
             problem = "a Ray cluster executes as many runs at a time as fit; remove --jobs"
             raise BadOption("coda bench", "jobs", problem)
-        if self.devices.distributed and self.remote is not None:
-            problem = "processes that share a run need a folder that all of them can access"
-            raise BadOption("coda bench", "out", problem)
-        if self.out.startswith("memory://") and concurrent:
-            problem = "memory is not shared with other processes; use a folder or a remote path"
-            raise BadOption("coda bench", "out", problem)
-
-    @property
-    def folder(self) -> Path:
-        """Local folder; a copy if `out` is a remote path."""
-        return local_folder(self.out)[0]
-
-    @property
-    def remote(self) -> str | None:
-        """Remote path, if `out` is one."""
-        return local_folder(self.out)[1]
-
-    @cached_property
-    def mirror(self) -> Mirror | None:
-        """Synchronizes the local folder with the remote path, if there is one."""
-        return None if self.remote is None else Mirror(self.folder, self.remote)
 
 
 def run_all(
@@ -79,39 +55,29 @@ def run_all(
     Args:
         saved: Resolved benchmarks to write next to the runs, by path.
     """
-    folder, remote, mirror = options.folder, options.remote, options.mirror
     runs = [
         dataclasses.replace(
             run,
-            remote=remote and f"{remote}/{run.folder.relative_to(folder).as_posix()}",
             tensorboard=options.tensorboard,
             save_learned=options.keep,
             device=options.devices.accelerator,
         )
         for run in runs
     ]
-    with contextlib.ExitStack() as stack:
-        if mirror is not None:  # the local copy belongs to one command at a time
-            lock = folder.with_name(f"{folder.name}.lock")
-            lock.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(exclusive_lock(lock, FolderBusy))
-            mirror.pull()
-        unfinished = [run for run in runs if not run.is_finished()]
-        if options.devices.strategy == "fsdp":
-            for run in unfinished:
-                check_shardable(run.benchmark.entry_of(run.method).type, run.method)
-        for path, benchmark in saved.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, benchmark.model_dump(mode="json"))
-        if mirror is not None:
-            mirror.push()
-        execute_all = stack.enter_context(_executor(unfinished, options))
-        with BenchProgress(unfinished, stderr_console()) as progress:
-            for run in execute_all(progress.on_event):
-                progress.finish(run)
-        if mirror is not None:
-            mirror.pull()
-        return [report.read_run(run.folder) for run in runs]
+    unfinished = [run for run in runs if not run.is_finished()]
+    if options.devices.strategy == "fsdp":
+        for run in unfinished:
+            check_shardable(run.benchmark.entry_of(run.method).type, run.method)
+    for path, benchmark in saved.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, benchmark.model_dump(mode="json"))
+    with (
+        _executor(unfinished, options) as execute_all,
+        BenchProgress(unfinished, stderr_console()) as progress,
+    ):
+        for run in execute_all(progress.on_event):
+            progress.finish(run)
+    return [report.read_run(run.folder) for run in runs]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from coda_prompt.methods import Method
 from coda_prompt.model.vit import ViT
 from coda_prompt.shutdown import ShutdownFlag
 from coda_prompt.storage.files import as_json, exclusive_lock
-from coda_prompt.storage.remote import Mirror
 from coda_prompt.storage.tensors import tensors_sha256, write_tensors
 from coda_prompt.training.checkpointing import Checkpoint, Checkpointer
 from coda_prompt.training.devices import Devices, any_rank
@@ -83,9 +82,6 @@ def execute(
     fabric = fabric or Devices(run.device, precision=run.benchmark.precision).fabric()
     writes = fabric.global_rank == 0
     job = _prepare(run, inputs, fabric)
-    mirror = Mirror(run.folder, run.remote) if run.remote is not None and writes else None
-    if mirror is not None:
-        mirror.pull()
     loggers = _tensorboard_loggers(run) if writes else []
     memory = PeakMemory()
     with _open_folder(job) if writes else contextlib.nullcontext() as event_log:
@@ -95,7 +91,6 @@ def execute(
             {"config": as_json(run.config), "inputs": input_hashes(job.environment)},
             writes=writes,
             notes=recorder.progress,
-            on_checkpoint=mirror.push if mirror is not None else lambda: None,
         )
         recorder.restore(checkpointer.latest)
         training = run.benchmark.method_training(run.method, run.seed)
@@ -112,8 +107,6 @@ def execute(
         if writes:
             _write_result(job, recorder, memory)
         checkpointer.remove()
-        if mirror is not None:
-            mirror.push()
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,6 @@ class Run:
     """Save the learned state in the run folder."""
     device: str = "auto"
     """Accelerator to use if the run gets no Fabric: auto, cpu, cuda or mps."""
-    remote: str | None = None
-    """Remote path that the folder is synchronized with."""
 
     @property
     def config(self) -> dict[str, Any]:

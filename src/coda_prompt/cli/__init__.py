@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from coda_prompt import __version__
-from coda_prompt.cli import bench, catalog, data, editing, learner, predict, serve
+from coda_prompt.cli import bench, catalog, editing, learner, predict, serve
 from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted, WrongFolder
 
@@ -53,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for family in (learner, editing, predict, serve, catalog, data, bench):
+for family in (learner, editing, predict, serve, catalog, bench):
     app.add_typer(family.app)
 
 

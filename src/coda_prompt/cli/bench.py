@@ -1,6 +1,5 @@
 """Commands that run benchmarks: bench, sweep, report."""
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,7 +81,7 @@ def bench(
         return
     title = f"{resolved.name}: {resolved.description}"
     table = tables.short(rows, title, finished[0].config["stream"])
-    _print_results([table], plots.benchmark_plots(finished, folder), run)
+    _print_results([table], plots.benchmark_plots(finished, folder))
 
 
 @app.command(
@@ -120,28 +119,20 @@ def sweep(
         print_json({"rows": rows})
         return
     paths = plots.sweep_plots(rows, runs[0].folder.parents[2])
-    _print_results(tables.sweep(rows), paths, run)
+    _print_results(tables.sweep(rows), paths)
 
 
 @app.command(epilog="Example: `coda report runs -o report`")
 def report(
-    runs: Annotated[
-        str, typer.Argument(help="Folder that contains run folders at any depth, or a remote path.")
-    ],
+    runs: Annotated[Path, typer.Argument(help="Folder that contains run folders at any depth.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("report"),
     as_json: options.AsJson = False,
 ) -> None:
     """Write tables and plots of finished runs: terminal, Markdown, CSV, LaTeX and one HTML page."""
     from coda_prompt.bench import html
     from coda_prompt.bench.report import read_runs
-    from coda_prompt.storage.remote import Mirror, local_folder
 
-    folder, remote = local_folder(runs)
-    with tempfile.TemporaryDirectory() as copy:  # a benchmark may be running in its own copy
-        if remote is not None:
-            folder = Path(copy) / "runs"
-            Mirror(folder, remote).pull()
-        parts, written = html.write_report(read_runs(folder), folder, out)
+    parts, written = html.write_report(read_runs(runs), runs, out)
     if as_json:
         print_json({"parts": {part.title: part.rows for part in parts}})
         return
@@ -185,11 +176,7 @@ def _fast_overrides(run: "launcher.RunOptions", views: int | None) -> "list[conf
     return [(("fast",), True), (("precision",), precision)]
 
 
-def _print_results(
-    tables: Iterable["Table"], plots: Iterable[Path], run: "launcher.RunOptions"
-) -> None:
-    if run.mirror is not None:
-        run.mirror.push()
+def _print_results(tables: Iterable["Table"], plots: Iterable[Path]) -> None:
     for table in tables:
         stdout_console().print(table.rich())
     stderr_console().print("Plots: " + ", ".join(str(path) for path in plots))

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
 
 
-def _model_folder(name: str) -> Path:
-    """Return the path of a model folder; an empty name would be the current folder."""
+def _local_folder(name: str, option: str) -> Path:
+    """Return the path of a folder; an empty name would be the current folder."""
     if not name.strip():
-        raise BadOption("the command", "model", "its name is empty; name the folder of a model")
+        raise BadOption("the command", option, "its name is empty; name a folder")
     if "://" in name:
-        raise BadOption("the command", "model", f"{name} is remote; a model is a local folder")
+        raise BadOption("the command", option, f"{name} is remote; name a local folder")
     return Path(name)
 
 
@@ -44,7 +44,12 @@ def check_order(model: Path, *others: str) -> None:
         raise BadOption("the command", "model", problem)
 
 
-Model = Annotated[Path, typer.Argument(help="Model folder.", parser=_model_folder, metavar="model")]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        help="Model folder.", parser=lambda name: _local_folder(name, "model"), metavar="model"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 SkipBad = Annotated[bool, typer.Option(help="Skip unreadable images instead of failing.")]
 Quiet = Annotated[
@@ -119,7 +124,10 @@ Set = Annotated[
     typer.Option("--set", help="Override a field: `field.field=value`. Repeatable."),
 ]
 Out = Annotated[
-    str, typer.Option(help="Folder for the run folders, or a remote path such as `s3://…`.")
+    Path,
+    typer.Option(
+        help="Folder for the run folders.", parser=lambda name: _local_folder(name, "out")
+    ),
 ]
 Jobs = Annotated[
     int, typer.Option(min=1, help="Runs in parallel; the CPU threads are divided among them.")
@@ -143,8 +151,8 @@ DryRun = Annotated[bool, typer.Option(help="Print the resolved runs and exit.")]
 Folder = Annotated[
     str,
     typer.Argument(
-        help="Folder with one subfolder of images per class, `hub:owner/name`, or `shards:` "
-        "followed by the path or remote path of tar shards."
+        help="Folder with one subfolder of images per class, or `hub:` and the name, folder or "
+        "URL of a dataset that the `datasets` library reads."
     ),
 ]
 Backbone = Annotated[
@@ -303,7 +311,7 @@ def override_options(
 
 
 def run_options(
-    out: Out = "runs",
+    out: Out = Path("runs"),
     jobs: Jobs = 1,
     device: Device = "auto",
     devices: DeviceCount = None,

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub by name, through the `datasets` package (an extra)."""
+"""Datasets of the Hugging Face Hub, folders and object stores, by the `datasets` package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Rows(NamedTuple):
 
 
 class HubSplit(Split):
-    """A downloaded split of a dataset; images are decoded on access."""
+    """A split of a dataset; images are read and decoded on access."""
 
     def __init__(self, dataset: _Rows) -> None:
         self.name, self.rows, self.image_column = dataset.name, dataset.rows, dataset.image_column
@@ -56,32 +56,15 @@ class HubSplit(Split):
         return hashlib.sha256(f"{self.name}\n".encode() + self.labels.tobytes()).hexdigest()
 
 
-class StreamedHubSplit:
-    """A split that is read sequentially and not stored on disk."""
-
-    def __init__(self, dataset: _Rows) -> None:
-        self._dataset = dataset
-
-    def fingerprint(self) -> str:
-        """Return the version, sizes and checksums that the hub states."""
-        info = self._dataset.rows.info
-        return f"{info.version} {info.splits} {info.download_checksums}"
-
-    def examples(self, first: int) -> Iterator[tuple[bytes, int]]:
-        """Yield image files and class ids, starting at position `first`."""
-        for number, row in enumerate(self._dataset.rows.skip(first), first):
-            label = row[self._dataset.label_column]
-            if label is None or label < 0:
-                raise _unsuitable(self._dataset.name, f"image {number} has no class")
-            name = f"{self._dataset.name}[{number}]"
-            yield _read_file(row[self._dataset.image_column], name), int(label)
-
-
 def hub_source(name: str) -> Source:
     """Open a dataset with an image column, a class column and the splits train and test.
 
     Of several class columns the one with the most classes is used: CIFAR-100 also has a column of
     20 superclasses.
+
+    Args:
+        name: `owner/name` on the hub; a folder, of files or as `save_to_disk` writes it, which is
+            memory-mapped; or the URL of a folder of Parquet files, such as `s3://bucket/photos`.
     """
     train, test = _train_and_test(name, _load_dataset(name))
     return Source(name, train.class_names, HubSplit(train), HubSplit(test))
@@ -93,14 +76,6 @@ def open_hub_split(name: str, split: str) -> tuple[HubSplit, tuple[str, ...]]:
     if split not in splits:
         raise _unsuitable(name, f"it has no split {split} (but {', '.join(sorted(splits))})")
     return split_from_rows(f"{name}/{split}", splits[split])
-
-
-def stream_hub_splits(
-    name: str,
-) -> tuple[tuple[str, ...], tuple[StreamedHubSplit, StreamedHubSplit]]:
-    """Return the class names and the splits train and test for sequential reading."""
-    train, test = _train_and_test(name, _load_dataset(name, streaming=True))
-    return train.class_names, (StreamedHubSplit(train), StreamedHubSplit(test))
 
 
 def is_dataset(data: object) -> bool:
@@ -128,15 +103,22 @@ def image_files(name: str, rows: Any) -> list[bytes]:
     return [_read_file(value, f"{name}[{number}]") for number, value in values]
 
 
-def _load_dataset(name: str, **options: Any) -> Any:
+def _load_dataset(name: str) -> Any:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise MissingExtra(f"{PREFIX}{name}", "datasets") from error
-    unreachable = None if Path(name).exists() else _network_problem(name)
+    unreachable = None
     try:
+        if "://" in name:
+            patterns = datasets.data_files.get_data_patterns(name)
+            files = {part: [f"{name}/{each}" for each in found] for part, found in patterns.items()}
+            return datasets.load_dataset("parquet", data_files=files)
+        if Path(name, "dataset_dict.json").exists():
+            return datasets.load_from_disk(name)
+        unreachable = None if Path(name).exists() else _network_problem(name)
         with _offline(datasets) if unreachable else contextlib.nullcontext():
-            return datasets.load_dataset(name, **options)
+            return datasets.load_dataset(name)
     except Exception as error:  # the package and the network raise many types
         problem = f"the dataset could not be loaded ({unreachable or error})"
         remedy = "Check its name (owner/dataset) and the network. Without a network, download it "
@@ -220,8 +202,8 @@ def _read_file(value: Any, name: str) -> bytes:
             return bytes(value["bytes"])
         import fsspec  # slow to import
 
-        with fsspec.open(value["path"], "rb") as file:
-            return file.read()
+        filesystem, path = fsspec.core.url_to_fs(value["path"])
+        return bytes(filesystem.cat_file(path))
     except Exception as error:  # a missing image, or any error of a disk or network
         raise BadImage(name, f"it cannot be read ({error})") from error
 

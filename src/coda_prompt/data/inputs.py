@@ -38,8 +38,8 @@ ONE_IMAGE = (
 )
 IMAGES = f"{ONE_IMAGE}, or a list, generator, stack, DataLoader or Dataset of these"
 PAIRS = (
-    "a folder of class folders, hub:owner/name, shards:PATH, a DataLoader or dataset of (image, "
-    "class) pairs, or images together with labels"
+    "a folder of class folders, hub:owner/name, a DataLoader or dataset of (image, class) pairs, "
+    "or images together with labels"
 )
 
 
@@ -126,8 +126,8 @@ def local_path(name: Paths) -> Path:
     text = os.fspath(name)
     if "://" in text and not text.startswith("file://"):
         problem = (
-            f"{text} is not downloaded; download it and name the local path. Remote images to "
-            "learn can be packed with 'coda shards' and named as shards:URL"
+            f"{text} is not downloaded; download it and name the local path. Images to learn can "
+            "be in Parquet files there, named as hub:URL"
         )
         raise BadOption("the images", "path", problem)
     if text.startswith("file://"):

@@ -22,7 +22,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
 from coda_prompt.console import is_valid_class_name
-from coda_prompt.data import folders, hf_datasets, shards
+from coda_prompt.data import folders, hf_datasets
 from coda_prompt.data.hf_datasets import HubSplit
 from coda_prompt.data.images import FULL_SIZE, heic_hint
 from coda_prompt.data.inputs import (
@@ -37,7 +37,6 @@ from coda_prompt.data.inputs import (
 from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.shards import ShardSplit
 from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Source
 from coda_prompt.errors import (
     BadImage,
@@ -95,7 +94,7 @@ class Sample(NamedTuple):
 class Labelled:
     """Images with their classes; a split's labels are positions in `names`."""
 
-    split: FileSplit | ArraySplit | MemorySplit | HubSplit | ShardSplit
+    split: FileSplit | ArraySplit | MemorySplit | HubSplit
     names: tuple[str, ...]
     bad: tuple[CodaError, ...] = ()
     """Images that cannot be read, and classes that cannot be used, which were left out."""
@@ -145,7 +144,7 @@ class Labelled:
         return {name: int(count) for name, count in zip(self.names, counts, strict=True)}
 
 
-Kind = Literal["pocket", "paper", "hub", "shards", "domains", "folder"]
+Kind = Literal["pocket", "paper", "hub", "domains", "folder"]
 
 
 def parse_name(name: str) -> tuple[Kind, str]:
@@ -156,8 +155,6 @@ def parse_name(name: str) -> tuple[Kind, str]:
         return "paper", name
     if name.startswith(hf_datasets.PREFIX):
         return "hub", name.removeprefix(hf_datasets.PREFIX)
-    if name.startswith(shards.PREFIX):
-        return "shards", name.removeprefix(shards.PREFIX)
     if name.startswith(folders.DOMAIN_PREFIX):
         return "domains", name.removeprefix(folders.DOMAIN_PREFIX)
     return "folder", name
@@ -169,8 +166,8 @@ def open_source(
     """Open the train and test images that a name stands for.
 
     Args:
-        name: `pocket`, a dataset of the paper, `hub:owner/name`, `shards:` and a path or remote
-            path, `domains:` and a folder of domain folders, or a folder.
+        name: `pocket`, a dataset of the paper, `hub:` and a dataset as `hub_source` opens it,
+            `domains:` and a folder of domain folders, or a folder.
         data: The folder with the datasets of the paper.
         lists: The folder with the lists of a dataset of the paper, if they are not beside it.
         strength: How much the renditions of `pocket` differ. Default: as in the benchmark.
@@ -186,8 +183,6 @@ def open_source(
         return paper_source(name, data, lists)
     if kind == "hub":
         return hf_datasets.hub_source(location)
-    if kind == "shards":
-        return shards.shard_source(location)
     if kind == "domains":
         return folders.domain_source(location)
     if Path(name).name == name and not Path(name).exists():
@@ -206,11 +201,11 @@ def labelled(
     """Open images to learn or to evaluate. Image files are decoded once to find unreadable ones.
 
     Args:
-        data: A folder of class folders, `hub:owner/name`, `shards:` and a path or remote path, a
-            `DataLoader`, dataset or generator of (image, label) pairs, or what `labelled`
-            returned. Together with `labels`: images, as `image_items` accepts them.
+        data: A folder of class folders, `hub:owner/name`, a `DataLoader`, dataset or generator of
+            (image, label) pairs, or what `labelled` returned. Together with `labels`: images, as
+            `image_items` accepts them.
         labels: Class names, one for each image, or one name for all of them.
-        part: The split of a hub dataset or of shards.
+        part: The split of a hub dataset.
         skip_bad: Leave out images that cannot be read instead of failing.
         channels: Order of the colours in arrays that are passed with labels.
 
@@ -233,8 +228,6 @@ def labelled(
         kind, location = parse_name(os.fspath(data))
         if kind == "hub":
             images = Labelled(*hf_datasets.open_hub_split(location, part))
-        elif kind == "shards":
-            images = Labelled(*shards.open_shard_split(location, part))
         else:
             images = _open_folder(local_path(data), skip_bad)
     present = np.unique(images.split.labels)

@@ -127,9 +127,8 @@ class ContinualClassifier(EditableEstimator):
         If this fails or is interrupted, the classifier is left unchanged.
 
         Args:
-            data: A folder of class folders, `hub:owner/name`, `shards:` and a path, or a dataset,
-                `DataLoader` or generator of (image, label) pairs. Together with `labels`: images,
-                as in `predict`.
+            data: A folder of class folders, `hub:owner/name`, or a dataset, `DataLoader` or
+                generator of (image, label) pairs. Together with `labels`: images, as in `predict`.
             labels: Class names, one for each image, or one name for all of them.
             validation: Share of each class that is held out to measure accuracy and to calibrate
                 probabilities.

@@ -117,7 +117,6 @@ class Checkpointer:
         interval: float = 60.0,
         writes: bool = True,
         notes: Callable[[], dict[str, Any]] = dict,
-        on_checkpoint: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
@@ -126,12 +125,11 @@ class Checkpointer:
             interval: Seconds between two checkpoints within an epoch.
             writes: True on the one rank that writes; all ranks resume from its files.
             notes: The caller's own data to store with each checkpoint.
-            on_checkpoint: Called after each checkpoint.
         """
         check_regular(folder, folder=True)
         self.folder, self.identity, self.interval = folder, identity, interval
         self.writes = writes
-        self._notes, self._on_checkpoint = notes, on_checkpoint
+        self._notes = notes
         self._learned: list[FileRecord] = []
         self._on_disk: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and hash of each growing tensor as the files have it."""
@@ -275,7 +273,6 @@ class Checkpointer:
         write_atomically(path, json.dumps(content).encode())
         self._last_save = time.monotonic()
         self._remove_unneeded()
-        self._on_checkpoint()
 
     def _remove_unneeded(self) -> None:
         """Delete older checkpoints and the files that only they needed."""
