@@ -1,4 +1,4 @@
-"""Atomic files, folder locks and file hashes."""
+"""Atomic files, folder locks, file hashes and the user's cache directory."""
 
 from __future__ import annotations
 
@@ -166,6 +166,11 @@ def _read_pid(path: Path) -> str:
 def as_json(value: Any) -> Any:
     """Return a value as a JSON file would give it back: tuples as lists, keys as strings."""
     return json.loads(json.dumps(value))
+
+
+def user_cache_dir() -> Path:
+    """Return the folder for files that can be recreated."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coda-prompt"
 
 
 def file_sha256(path: Path) -> str:
