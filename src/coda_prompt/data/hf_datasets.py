@@ -7,7 +7,7 @@ import hashlib
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -22,25 +22,25 @@ TEST_SPLITS = ("test", "validation")
 """Names of test splits; the first that exists is used."""
 
 
-class _Rows(NamedTuple):
-    """Rows of a dataset whose images are encoded files."""
-
-    name: str
-    rows: Any
-    image_column: str
-    label_column: str
-    class_names: tuple[str, ...]
-
-
 class HubSplit(Split):
     """A split of a dataset; images are read and decoded on access."""
 
-    def __init__(self, dataset: _Rows) -> None:
-        self.name, self.rows, self.image_column = dataset.name, dataset.rows, dataset.image_column
-        labels = dataset.rows[dataset.label_column][:]
+    def __init__(self, name: str, rows: Any, class_names: tuple[str, ...] = ()) -> None:
+        """Find the columns with the images and with their classes.
+
+        Args:
+            name: What messages and the fingerprint call it.
+            rows: A `datasets.Dataset`; the image files of an `IterableDataset` are read into one.
+            class_names: The classes, if another split decides them.
+        """
+        self.name = name
+        self.image_column, self.rows = _encoded_images(name, _indexable(name, rows))
+        column, names = _class_column(name, self.rows)
+        self.class_names = class_names or names
+        labels = self.rows[column][:]
         if any(isinstance(label, str) for label in labels):
-            rows = {name: row for row, name in enumerate(dataset.class_names)}
-            labels = [rows.get(label) for label in labels]
+            positions = {each: row for row, each in enumerate(self.class_names)}
+            labels = [positions.get(label) for label in labels]
         missing = next((at for at, row in enumerate(labels) if row is None or row < 0), None)
         if missing is not None:
             raise _unsuitable(self.name, f"image {missing} has no class")
@@ -66,16 +66,21 @@ def hub_source(name: str) -> Source:
         name: `owner/name` on the hub; a folder, of files or as `save_to_disk` writes it, which is
             memory-mapped; or the URL of a folder of Parquet files, such as `s3://bucket/photos`.
     """
-    train, test = _train_and_test(name, _load_dataset(name))
-    return Source(name, train.class_names, HubSplit(train), HubSplit(test))
+    splits = _load_dataset(name)
+    part = next((each for each in TEST_SPLITS if each in splits), None)
+    if "train" not in splits or part is None:
+        raise _unsuitable(name, "it does not have both splits train and test (or validation)")
+    train = HubSplit(f"{name}/train", splits["train"])
+    test = HubSplit(f"{name}/{part}", splits[part], train.class_names)
+    return Source(name, train.class_names, train, test)
 
 
-def open_hub_split(name: str, split: str) -> tuple[HubSplit, tuple[str, ...]]:
-    """Open one split of a dataset; returns it and its class names."""
+def open_hub_split(name: str, split: str) -> HubSplit:
+    """Open one split of a dataset."""
     splits = _load_dataset(name)
     if split not in splits:
         raise _unsuitable(name, f"it has no split {split} (but {', '.join(sorted(splits))})")
-    return split_from_rows(f"{name}/{split}", splits[split])
+    return HubSplit(f"{name}/{split}", splits[split])
 
 
 def is_dataset(data: object) -> bool:
@@ -88,12 +93,6 @@ def is_dataset(data: object) -> bool:
         splits = ", ".join(f"data['{split}']" for split in data)
         raise WrongType(data, "images", f"one of its splits ({splits})")
     return hasattr(data, "features") and hasattr(data, "column_names")
-
-
-def split_from_rows(name: str, rows: Any) -> tuple[HubSplit, tuple[str, ...]]:
-    """Make a split of a `datasets.Dataset` or `IterableDataset`; returns it and its class names."""
-    dataset = _find_columns(name, _indexable(name, rows))
-    return HubSplit(dataset), dataset.class_names
 
 
 def image_files(name: str, rows: Any) -> list[bytes]:
@@ -150,30 +149,20 @@ def _offline(datasets: Any) -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _train_and_test(name: str, splits: Any) -> list[_Rows]:
-    test = next((split for split in TEST_SPLITS if split in splits), None)
-    if "train" not in splits or test is None:
-        raise _unsuitable(name, "it does not have both splits train and test (or validation)")
-    first, second = (_find_columns(f"{name}/{each}", splits[each]) for each in ("train", test))
-    return [first, second._replace(class_names=first.class_names)]
-
-
-def _find_columns(name: str, rows: Any) -> _Rows:
-    datasets = importlib.import_module("datasets")
-    features = rows.features or {}
-    image, encoded = _encoded_images(name, rows)
+def _class_column(name: str, rows: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the class column, and the names of the classes."""
+    datasets, features = importlib.import_module("datasets"), rows.features
     classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     if classes:
         label = max(classes, key=lambda key: features[key].num_classes)
-        return _Rows(name, encoded, image, label, tuple(features[label].names))
+        return label, tuple(features[label].names)
     texts = [key for key, kind in features.items() if kind == datasets.Value("string")]
     if len(texts) > 1 and "label" in texts:
         texts = ["label"]
-    if len(texts) != 1 or not hasattr(rows, "__len__"):
+    if len(texts) != 1:
         problem = f"it has no class column (a ClassLabel) among {', '.join(features)}"
         raise _unsuitable(name, f"{problem}; dataset.class_encode_column(NAME) makes one")
-    names = sorted({text for text in encoded[texts[0]] if text is not None})
-    return _Rows(name, encoded, image, texts[0], tuple(names))
+    return texts[0], tuple(sorted({text for text in rows[texts[0]] if text is not None}))
 
 
 def _indexable(name: str, rows: Any) -> Any:

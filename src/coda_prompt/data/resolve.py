@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -144,22 +144,6 @@ class Labelled:
         return {name: int(count) for name, count in zip(self.names, counts, strict=True)}
 
 
-Kind = Literal["pocket", "paper", "hub", "domains", "folder"]
-
-
-def parse_name(name: str) -> tuple[Kind, str]:
-    """Return what kind of data a name stands for, and the name without its prefix."""
-    if name == "pocket":
-        return "pocket", name
-    if name in PAPER_DATASETS:
-        return "paper", name
-    if name.startswith(hf_datasets.PREFIX):
-        return "hub", name.removeprefix(hf_datasets.PREFIX)
-    if name.startswith(folders.DOMAIN_PREFIX):
-        return "domains", name.removeprefix(folders.DOMAIN_PREFIX)
-    return "folder", name
-
-
 def open_source(
     name: str, *, data: Path | None = None, lists: Path | None = None, strength: float | None = None
 ) -> Source:
@@ -176,15 +160,14 @@ def open_source(
         MissingData: The data are not there or incomplete.
         UnknownName: There is neither a dataset nor a folder of this name.
     """
-    kind, location = parse_name(name)
-    if kind == "pocket":
+    if name == "pocket":
         return pocket_source(STRENGTH if strength is None else strength)
-    if kind == "paper":
+    if name in PAPER_DATASETS:
         return paper_source(name, data, lists)
-    if kind == "hub":
-        return hf_datasets.hub_source(location)
-    if kind == "domains":
-        return folders.domain_source(location)
+    if name.startswith(hf_datasets.PREFIX):
+        return hf_datasets.hub_source(name.removeprefix(hf_datasets.PREFIX))
+    if name.startswith(folders.DOMAIN_PREFIX):
+        return folders.domain_source(name.removeprefix(folders.DOMAIN_PREFIX))
     if Path(name).name == name and not Path(name).exists():
         raise UnknownName("source or folder", name, ("pocket", *PAPER_DATASETS))
     return folders.folder_source(name)
@@ -222,14 +205,12 @@ def labelled(
     elif labels is not None:
         problem = "a folder names its classes itself; leave them out"
         raise BadOption("the images", "labels", problem)
-    elif isinstance(data, Path):
-        images = _open_folder(data.expanduser(), skip_bad)
+    elif isinstance(data, str) and data.startswith(hf_datasets.PREFIX):
+        name = data.removeprefix(hf_datasets.PREFIX)
+        split = hf_datasets.open_hub_split(name, part)
+        images = Labelled(split, split.class_names)
     else:
-        kind, location = parse_name(os.fspath(data))
-        if kind == "hub":
-            images = Labelled(*hf_datasets.open_hub_split(location, part))
-        else:
-            images = _open_folder(local_path(data), skip_bad)
+        images = _open_folder(local_path(data), skip_bad)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")
@@ -346,7 +327,8 @@ def _leave_out_unreadable(
 def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
     """Open (image, label) pairs or a `datasets.Dataset`."""
     if hf_datasets.is_dataset(data):
-        return Labelled(*hf_datasets.split_from_rows("the dataset", data))
+        split = HubSplit("the dataset", data)
+        return Labelled(split, split.class_names)
     inner = data
     if isinstance(data, DataLoader):
         data = list(loader_items(data))
