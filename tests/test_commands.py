@@ -60,13 +60,13 @@ def test_info_does_not_load_torch(model: Path) -> None:
 
 
 def test_info_says_how_to_finish_a_lesson(model: Path, tmp_path: Path) -> None:
-    store.begin_lesson(tmp_path, "images", 0, "coda learn my-model 'my photos'")
+    store.begin_lesson(tmp_path, "images", 0)
     refused = coda("info", tmp_path)
     assert isinstance(refused.exception, MissingData)
     assert "first lesson was not finished" in str(refused.exception)
-    assert str(refused.exception).endswith("Finish it with: coda learn my-model 'my photos'")
-    store.begin_lesson(model, "images", 1, "coda learn again")
-    assert "Finish it with: coda learn again" in coda("info", model).output
+    assert "repeat the 'coda learn' command" in str(refused.exception)
+    store.begin_lesson(model, "images", 1)
+    assert "repeat the 'coda learn' command" in coda("info", model).output
     assert json.loads(coda("info", model, "--json").output)["unfinished_lesson"]
     store.end_lesson(model)
     assert "not finished" not in coda("info", model).output

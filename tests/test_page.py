@@ -12,8 +12,10 @@ import io
 import math
 import os
 import random
+import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,17 @@ TIMEOUT = 120_000
 """Milliseconds to wait for anything: a busy machine is not a failure."""
 
 
+REFUSED = re.compile(".*Content Security Policy.*")
+
+
+def wait_for(page: Any, expression: str) -> None:
+    """Wait until JavaScript is true; playwright's own function needs `unsafe-eval`."""
+    deadline = time.monotonic() + TIMEOUT / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(50)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     from playwright.sync_api import expect, sync_playwright
@@ -59,7 +72,8 @@ def browser() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    """The page at a URL; JavaScript errors and requests to other hosts fail the test."""
+    """The page at a URL; JavaScript errors, requests to other hosts and violations of the
+    Content-Security-Policy fail the test."""
     context = browser.new_context(**{"viewport": {"width": 1100, "height": 900}, **options})
     page = context.new_page()
     problems: list[str] = []
@@ -69,6 +83,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
             problems.append(request.url)
 
     page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda line: problems.extend(REFUSED.findall(line.text)))
     page.on("request", check_host)
     page.set_default_timeout(TIMEOUT)
     page.goto(url)
@@ -210,8 +225,8 @@ def predictions(page: Any) -> list[str]:
 
 
 def wait_for_prediction(page: Any, name: str) -> None:
-    page.wait_for_function(
-        "name => document.querySelector('#predictions .name')?.textContent === name", arg=name
+    wait_for(
+        page, "name => document.querySelector('#predictions .name')?.textContent === name", arg=name
     )
 
 
@@ -221,12 +236,12 @@ def test_predictions_update_while_drawing(page: Any) -> None:
     first = page.locator("#predictions").inner_text()
     assert len(predictions(page)) == 5
     draw(page, [[(0.1, 0.1), (0.9, 0.9)], [(0.1, 0.9), (0.9, 0.1)]])
-    page.wait_for_function(
-        "before => document.querySelector('#predictions').innerText !== before", arg=first
+    wait_for(
+        page, "before => document.querySelector('#predictions').innerText !== before", arg=first
     )
     page.click("#undo-stroke")
     page.click("#clear")
-    page.wait_for_function("document.querySelectorAll('#predictions li').length === 0")
+    wait_for(page, "document.querySelectorAll('#predictions li').length === 0")
 
 
 def test_drawing_with_the_keyboard(page: Any) -> None:
@@ -280,7 +295,7 @@ def test_unknown_image_opens_a_lesson(page: Any) -> None:
     page.wait_for_selector("#pending", state="hidden")
     page.click("#teach-me")
     page.click("#accept-guess")
-    page.wait_for_function("document.querySelectorAll('.class-name').length === 2")
+    wait_for(page, "document.querySelectorAll('.class-name').length === 2")
     assert page.locator(".class-name").all_inner_texts() == ["my ring", guess]
     shows(page, "#teach-hint", "4 more of “my ring” needed")
 
@@ -321,7 +336,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
             for _ in range(6):
                 draw(page, shape(rng))
                 page.click("#add")
-        page.wait_for_function("document.querySelectorAll('.examples img').length === 12")
+        wait_for(page, "document.querySelectorAll('.examples img').length === 12")
         page.wait_for_selector("#teach:enabled")
         screenshot(page, "teaching")
         other.evaluate(  # what is shown for a moment only is in the records too
@@ -334,11 +349,9 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         )
         page.click("#teach")
         for tab in (page, other):
-            tab.wait_for_function(
-                "document.querySelector('#report').textContent.includes('before')"
-            )
+            wait_for(tab, "document.querySelector('#report').textContent.includes('before')")
             assert tab.locator("#report").inner_text().startswith("Learned my zigzag, my grid in")
-            tab.wait_for_function("document.querySelectorAll('#classes li.new-class').length === 2")
+            wait_for(tab, "document.querySelectorAll('#classes li.new-class').length === 2")
         assert other.evaluate("[window.sawProgress, window.sawReport]") == [True, True]
         for name, shape in shapes.items():
             page.click("#clear")
@@ -350,7 +363,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         check_history(page)
         page.click("#undo")
         for tab in (page, other):
-            tab.wait_for_function("!document.querySelector('#classes').textContent.includes('my ')")
+            wait_for(tab, "!document.querySelector('#classes').textContent.includes('my ')")
         draw(page, zigzag(random.Random(99)))
         wait_until_settled(page)
         assert predictions(page)
@@ -369,9 +382,7 @@ def test_teach_two_classes_and_undo_seen_by_a_second_tab(browser: Any, tmp_path:
         screenshot(page, "editor")
         page.click("#forget")
         for tab in (page, other):
-            tab.wait_for_function(
-                "!document.querySelector('#classes').textContent.includes('lightning')"
-            )
+            wait_for(tab, "!document.querySelector('#classes').textContent.includes('lightning')")
         assert "my grid" in page.locator("#classes").inner_text()
 
 
@@ -414,7 +425,7 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         page.fill("#name", "clock")
         page.locator("#record").hover()
         page.mouse.down()
-        page.wait_for_function("document.querySelectorAll('.examples img').length >= 8")
+        wait_for(page, "document.querySelectorAll('.examples img').length >= 8")
         page.wait_for_selector("#record.recording")
         screenshot(page, "recording")
         page.mouse.up()
@@ -425,16 +436,16 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         page.fill("#name", "red")
         send_files(page, "#teaching", colours(180, 0, 0), "drop")
         examples = "document.querySelectorAll('.examples img').length"
-        page.wait_for_function(f"{examples} === {count + 6}")
+        wait_for(page, f"{examples} === {count + 6}")
         page.fill("#name", "blue")
         send_files(page, "#name", colours(0, 0, 180), "paste")
-        page.wait_for_function(f"{examples} === {count + 12}")
+        wait_for(page, f"{examples} === {count + 12}")
         assert page.locator(".counter").all_inner_texts() == [str(count), "6", "6"]
         page.click("#teach")
-        page.wait_for_function("document.querySelectorAll('#classes li').length === 3")
+        wait_for(page, "document.querySelectorAll('#classes li').length === 3")
         wait_for_prediction(page, "clock")  # live
         page.click("#camera-toggle")
-        page.wait_for_function("document.querySelectorAll('#predictions li').length === 0")
+        wait_for(page, "document.querySelectorAll('#predictions li').length === 0")
         for name, colour in (("red", (180, 0, 0)), ("blue", (0, 0, 180))):
             send_files(page, "#show", colours(*colour, count=1), "drop")
             wait_for_prediction(page, name)
@@ -447,7 +458,7 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
 def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Path) -> None:
     def is_added(count: int) -> bool:
         page.click("#add")
-        page.wait_for_function(f"document.querySelectorAll('.examples img').length === {count}")
+        wait_for(page, f"document.querySelectorAll('.examples img').length === {count}")
         return page.evaluate(
             """async () => {
                 const images = document.querySelectorAll('#shown, .examples img');
@@ -461,7 +472,7 @@ def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Pat
 
     with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
         learned_colours(client, "red", "blue")
-        page.wait_for_function("document.querySelectorAll('#classes li').length === 2")
+        wait_for(page, "document.querySelectorAll('#classes li').length === 2")
         page.fill("#name", "green")
         page.route("**/v1/predict*", lambda route: route.abort())
         send_files(page, "#show", colours(0, 180, 0, count=1), "drop")  # the first image fails
@@ -473,9 +484,7 @@ def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Pat
         before = page.locator("#shown").get_attribute("src")
         page.route("**/v1/predict*", lambda route: None)  # no answer yet
         send_files(page, "#show", colours(0, 0, 180, count=1), "drop")
-        page.wait_for_function(
-            "before => document.querySelector('#shown').src !== before", arg=before
-        )
+        wait_for(page, "before => document.querySelector('#shown').src !== before", arg=before)
         assert predictions(page) == []
         assert is_added(2)
 
@@ -515,7 +524,7 @@ def test_merge_classes_and_close_the_editor(browser: Any, photo_model: Path) -> 
 def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -> None:
     with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
         learned_colours(client, "red", "blue")
-        page.wait_for_function("document.querySelectorAll('#classes li').length === 2")
+        wait_for(page, "document.querySelectorAll('#classes li').length === 2")
         page.fill("#name", "Red")  # the known class with another capital
         send_files(page, "#teaching", colours(180, 0, 0, count=1), "drop")
         shows(page, "#name-hint", "“red” is known already")
@@ -536,7 +545,7 @@ def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -
             assert page.locator("#teach").is_disabled()
             page.fill("#name", "green")
             send_files(page, "#teaching", colours(0, 180, 0, count=2), "drop")
-            page.wait_for_function("document.querySelectorAll('.strip').length === 2")
+            wait_for(page, "document.querySelectorAll('.strip').length === 2")
             page.locator("#classes").get_by_role("button", name="blue").click()
             page.fill("#new-name", "sea")
             page.keyboard.press("Enter")
@@ -658,13 +667,13 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
         page.keyboard.type("clock")
         tab_to(page, "#record")
         page.keyboard.down(" ")
-        page.wait_for_function("document.querySelectorAll('.examples img').length >= 6")
+        wait_for(page, "document.querySelectorAll('.examples img').length >= 6")
         page.keyboard.up(" ")
         page.wait_for_selector("#record:not(.recording)")
         tab_to(page, ".example")
         before = page.locator(".example").count()
         page.keyboard.press("Enter")  # removes the first, and the focus is on the next
-        page.wait_for_function(f"document.querySelectorAll('.example').length === {before - 1}")
+        wait_for(page, f"document.querySelectorAll('.example').length === {before - 1}")
         has_focus(page, ".example >> nth=0")
         tab_to(page, "#teach")
         page.keyboard.press("Enter")
@@ -710,7 +719,7 @@ def test_page_shows_that_the_service_is_gone_and_what_it_has_lost(
         page.click("#close-lost")
         page.wait_for_selector("#lost", state="hidden")
         page.click("#teach:enabled")
-        page.wait_for_function("document.querySelectorAll('#classes li').length === 1")
+        wait_for(page, "document.querySelectorAll('#classes li').length === 1")
 
 
 def test_errors_are_shown(page: Any, tmp_path: Path) -> None:
@@ -780,5 +789,16 @@ def test_token_can_be_entered_on_the_page(browser: Any, tmp_path: Path) -> None:
         screenshot(page, "token")
         page.fill("#token", "correct horse")
         page.click("#token-form button")
-        page.wait_for_function("document.querySelectorAll('#classes li').length === 6")
+        wait_for(page, "document.querySelectorAll('#classes li').length === 6")
         assert NAMES[0] in page.locator("#classes").inner_text()
+
+
+def test_api_docs_are_shown(browser: Any, demo_url: str) -> None:
+    page = browser.new_context().new_page()
+    lines: list[str] = []
+    page.on("console", lambda line: lines.append(line.text))
+    page.goto(f"{demo_url}/docs", timeout=TIMEOUT)
+    page.locator("#operations-default-predict_v1_predict_post").click(timeout=TIMEOUT)
+    page.wait_for_selector(".execute, .try-out", timeout=TIMEOUT)
+    page.context.close()
+    assert lines == []

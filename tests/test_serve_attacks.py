@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from drawings import NAMES, taught
+from drawings import NAMES, drawings, taught
 from forked import PATIENCE
 from PIL import Image
-from serving import peak_memory, png, served
+from serving import peak_memory, png, served, teach, wait_for_job
 
 MB = 2**20
 JSON = {"content-type": "application/json"}
@@ -251,3 +252,38 @@ def test_disconnects_leave_no_trace_in_the_log(model: Path) -> None:
         counted = 'coda_requests_total{path="/v1/rename",status="499"} 5.0'
         wait_until(lambda: counted in client.get("/metrics").text)
         assert log_of(client).count("\n") == 1, log_of(client)  # the URL
+
+
+# -- names and pages
+
+
+def test_names_that_look_alike_are_one_class(model: Path, tmp_path: Path) -> None:
+    spellings = [
+        "caf\u00e9",
+        "cafe\u0301",
+        "ca\u200bf\u00e9",
+        "caf\u00e9\u2060",
+        "\ufeffcaf\u00e9",
+        "caf\u00e9 ",
+    ]
+    shutil.copytree(model, tmp_path / "model")
+    with served(str(tmp_path / "model")) as client:
+        job = teach(client, drawings([0], 6)[0], spellings)
+        assert job["classes"] == ["café"]
+        assert wait_for_job(client, job)["state"] == "done"
+        body = {"old": "cafe\u0301", "new": f"{NAMES[1]}\u200b"}
+        assert client.post("/v1/rename", json=body).status_code == 409
+        assert client.post("/v1/rename", json={**body, "new": "\u200b"}).status_code == 422
+        renamed = client.post("/v1/rename", json={**body, "new": "co\u00adffee"}).json()
+        assert renamed["classes"] == [*NAMES[:4], "coffee"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/page/app.js", "/v1/classes", "/nowhere"])
+def test_answers_have_a_strict_security_policy(path: str, client: httpx.Client) -> None:
+    headers = client.get(path).headers
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
+    assert (policy["style-src"], policy["frame-ancestors"]) == ("'self'", "'none'")
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"

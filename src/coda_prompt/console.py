@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from rich import progress
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+
+from coda_prompt.errors import BadClassName
 
 PIPE_WIDTH = 240
 
@@ -107,14 +110,14 @@ def print_message(text: str, style: str | None = None) -> None:
 
 
 def print_json(content: object, *, line: bool = False) -> None:
-    """Print JSON to standard output; file names that are not valid Unicode are escaped.
+    """Print JSON to standard output, with control characters and invalid Unicode escaped.
 
     Args:
         content: What to print.
         line: On one line and at once, for one of many values.
     """
     text = json.dumps(content, indent=None if line else 2, ensure_ascii=False)
-    print(text.encode("utf-8", "backslashreplace").decode(), flush=line)  # noqa: T201
+    print(escape_control_characters(text), flush=line)  # noqa: T201
 
 
 def decode_file_name(name: str) -> str:
@@ -125,20 +128,41 @@ def decode_file_name(name: str) -> str:
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Control characters, surrogates, separators of lines and paragraphs, and characters that change
 the direction of the text around them."""
+INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
+)
+"""Characters that nobody sees: those that Unicode calls default ignorable, and annotations."""
+
+
+def class_name(text: str) -> str:
+    """Return the one spelling of a class name, so that names that look alike are one class.
+
+    It is in Unicode's form NFC, without invisible characters, and with single spaces.
+
+    Raises:
+        BadClassName: Nothing remains, or there are control characters.
+    """
+    name = " ".join(unicodedata.normalize("NFC", INVISIBLE.sub("", text)).split())
+    if not name or CONTROL.search(text):
+        raise BadClassName(text)
+    return name
 
 
 def is_valid_class_name(text: str) -> bool:
-    """Return whether a class can have this name: not empty, Unicode, no control characters."""
-    return bool(text) and CONTROL.search(text) is None
+    """Return whether `class_name` accepts a text."""
+    try:
+        return bool(class_name(text))
+    except BadClassName:
+        return False
 
 
 def escape_control_characters(text: str) -> str:
-    """Escape control characters, so that a name cannot send commands to the terminal."""
+    """Escape control characters as JSON does, so that a name cannot send commands to the terminal.
+
+    Line ends are left as they are.
+    """
     return CONTROL.sub(
-        lambda found: (
-            found[0]
-            if found[0] == "\n"
-            else found[0].encode("unicode_escape", "surrogatepass").decode("ascii")
-        ),
-        text,
+        lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text
     )

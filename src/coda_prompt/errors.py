@@ -97,6 +97,17 @@ class InvalidLabels(CodaError):
         )
 
 
+class BadClassName(CodaError, ValueError):
+    """A text cannot be the name of a class."""
+
+    def __init__(self, text: str) -> None:
+        shown = ascii(text[:40] + ("…" if len(text) > 40 else ""))
+        super().__init__(
+            f"{shown} cannot be the name of a class: use visible characters, on one line, without "
+            "control characters."
+        )
+
+
 class NotLearned(CodaError):
     """A class is evaluated or named before it was learned."""
 

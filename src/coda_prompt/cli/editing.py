@@ -75,7 +75,7 @@ def forget(
     """Remove a class from a model and all its versions. This cannot be undone."""
     from coda_prompt.learner.store import read_description
 
-    known = read_description(model).classes
+    known, name = read_description(model).classes, console.class_name(name)
     if name not in known:
         raise UnknownName("class", name, known, str(model))
     question = f"Remove {name} from {model} and all its versions? This cannot be undone."

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+FINISH_LESSON = "To finish it, repeat the 'coda learn' command that was interrupted."
 ALREADY_LEARNED = (
     "coda: {}: an earlier run of this command learned these images and was interrupted while "
     "saving. The save is complete now; nothing was learned twice."
@@ -77,7 +78,7 @@ def learn(
         views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         images = labelled(folder, skip_bad=skip_bad)
         checked = _open_checked(check, skip_bad)
-        note = f"{images.fingerprint} {images.names}", len(classifier.tasks_), resume_command()
+        note = f"{images.fingerprint} {images.names}", len(classifier.tasks_)
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)
             return
@@ -204,10 +205,10 @@ def info(
     from coda_prompt.learner import store
     from coda_prompt.learner.card import TASK_HEADS, task_rows
 
-    unfinished = store.unfinished_lesson(model)
-    if unfinished is not None and not (model / store.MODEL).exists():
+    unfinished = store.has_unfinished_lesson(model)
+    if unfinished and not (model / store.MODEL).exists():
         problem = "its first lesson was not finished, so there is no model yet"
-        raise MissingData(model, problem, f"Finish it with: {unfinished}")
+        raise MissingData(model, problem, FINISH_LESSON)
     description = store.read_description(model)
     if backbone is not None:
         from coda_prompt.learner.loading import check_backbone
@@ -235,8 +236,8 @@ def info(
         f"fingerprint {made_on.fingerprint[:16]}{origin}"
     )
     console.stdout_console().print(console.table(TASK_HEADS, task_rows(description.tasks)))
-    if unfinished is not None:
-        console.print_result(f"A lesson was not finished. Finish it with: {unfinished}")
+    if unfinished:
+        console.print_result(f"A lesson was not finished. {FINISH_LESSON}")
 
 
 @app.command(epilog="Example: `coda export my-model model.onnx`")

@@ -199,8 +199,9 @@ def class_folders(root: Path) -> ClassFolders:
     ]
     for name in paths:
         if not is_valid_class_name(name):
-            problem = f"the folder name {os.fsencode(name)!r} is not Unicode"
-            raise MissingData(root, f"{problem} or has control characters", "Rename the folder.")
+            problem = f"the folder name {os.fsencode(name)!r} is not Unicode, has control "
+            problem += "characters or nothing visible"
+            raise MissingData(root, problem, "Rename the folder.")
     if not paths:
         beside = f" ({len(images)} images are directly in it)" if images else ""
         raise MissingData(root, f"there is no class folder in it{beside}", EXPECTED_LAYOUT)

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
-from coda_prompt.console import is_valid_class_name
+from coda_prompt.console import class_name
 from coda_prompt.data import folders, hf_datasets
 from coda_prompt.data.hf_datasets import HubSplit
 from coda_prompt.data.images import FULL_SIZE, heic_hint
@@ -211,6 +211,7 @@ def labelled(
         images = Labelled(split, split.class_names)
     else:
         images = _open_folder(local_path(data), skip_bad)
+    images = _with_class_names(images)
     present = np.unique(images.split.labels)
     if not len(present):
         raise BadOption("the images", "data", "there is none")
@@ -218,6 +219,15 @@ def labelled(
         images.split.labels = np.searchsorted(present, images.split.labels)
         images = replace(images, names=tuple(images.names[row] for row in present))
     return images
+
+
+def _with_class_names(images: Labelled) -> Labelled:
+    """Join classes whose names look alike, under the one spelling of `class_name`."""
+    names, rows = _number([class_name(name) for name in images.names])
+    if names == images.names:
+        return images
+    images.split.labels = rows[images.split.labels]
+    return replace(images, names=names)
 
 
 def _open_items(data: Any, labels: Any, skip_bad: bool, channels: Channels) -> Labelled:
@@ -376,7 +386,4 @@ def _check_labels(labels: Any) -> list[str | int]:
     values = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
     if not all(isinstance(value, str | int) for value in values):
         raise BadOption("the images", "labels", "class names are strings or integers")
-    for value in values:
-        if isinstance(value, str) and not is_valid_class_name(value):
-            raise BadOption("the images", "labels", f"{value!r} is not a valid class name")
     return values

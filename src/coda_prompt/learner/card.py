@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import counted, join_names
 
 if TYPE_CHECKING:
@@ -39,17 +42,18 @@ def model_card(description: Description) -> str:
         f"# Image classifier with {counted(len(classes), 'class')}, learned in "
         f"{counted(len(tasks), 'lesson')}",
         "",
-        f"Method `{description.method}` on the frozen backbone `{description.backbone.name}`, "
-        f"trained with coda-prompt {description.coda_prompt}. The file has only what was learned: "
-        "neither the backbone nor any training image.",
+        f"Method {_plain(description.method)} on the frozen backbone "
+        f"{_plain(description.backbone.name)}, trained with coda-prompt "
+        f"{_plain(description.coda_prompt)}. The file has only what was learned: neither the "
+        "backbone nor any training image.",
         "",
-        f"Classes: {', '.join(classes[:MAX_CLASSES_SHOWN])}{more}",
+        f"Classes: {', '.join(map(_plain, classes[:MAX_CLASSES_SHOWN]))}{more}",
         "",
         "| lesson | date | new classes | continued | images | accuracy then | own classes |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {number + 1} | {task.date[:10]} | {len(task.new)} | {len(task.continued)} "
+        f"| {number + 1} | {_plain(task.date[:10])} | {len(task.new)} | {len(task.continued)} "
         f"| {sum(task.images.values())} | {share_of(task.accuracy, task.held_out)} "
         f"| {share_of(task.accuracy_own, task.held_out)} |"
         for number, task in enumerate(tasks)
@@ -67,6 +71,12 @@ def model_card(description: Description) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Return text that Markdown shows as it is: no HTML, no markup, no links, on one line."""
+    line = html.escape(escape_control_characters(text).replace("\n", " "), quote=False)
+    return re.sub(r"[\\`*_~\[\]()#!|:@./]", r"\\\g<0>", line)
 
 
 def percent(share: float | None) -> str:

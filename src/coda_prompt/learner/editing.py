@@ -19,7 +19,7 @@ import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from coda_prompt import errors
-from coda_prompt.console import is_valid_class_name
+from coda_prompt.console import class_name
 from coda_prompt.data.stream import Samples
 from coda_prompt.learner import held_out, store, versions
 from coda_prompt.learner.duplicates import LearnedHashes, hash_images
@@ -107,7 +107,7 @@ def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
 
 def rename(classifier: EditableEstimator, old: str, new: str) -> None:
     """Give a class another name; `ContinualClassifier.rename` documents it."""
-    row_of(classifier, old)
+    old, new = known_name(classifier, old), class_name(new)
     _check_free(classifier, new, ())
     previous = classifier._model()
     tasks = rewritten(previous.description.tasks, {old: new})
@@ -116,7 +116,8 @@ def rename(classifier: EditableEstimator, old: str, new: str) -> None:
 
 def merge_classes(classifier: EditableEstimator, names: Sequence[str], into: str) -> None:
     """Merge classes; `ContinualClassifier.merge_classes` documents it."""
-    rows = sorted({row_of(classifier, name) for name in names})
+    names, into = [known_name(classifier, name) for name in names], class_name(into)
+    rows = sorted({classifier.classes_.index(name) for name in names})
     if len(rows) < 2:
         raise errors.CannotEdit("two different classes are needed to merge them")
     _check_free(classifier, into, names)
@@ -131,7 +132,7 @@ def merge_classes(classifier: EditableEstimator, names: Sequence[str], into: str
 
 def forget(classifier: EditableEstimator, name: str) -> Forgotten:
     """Remove a class from all versions; `ContinualClassifier.forget` documents it."""
-    row_of(classifier, name)
+    name = known_name(classifier, name)
     if len(classifier.classes_) == 1:
         raise errors.CannotEdit("it is the only class", "Delete the model folder instead.")
     additive_states(classifier)
@@ -166,7 +167,8 @@ def _with_forgotten_class(version: Model) -> Model:
 
 def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> dict[str, int]:
     """Move images to the right classes; `ContinualClassifier.relabel` documents it."""
-    source = row_of(classifier, taught_as)
+    taught_as = known_name(classifier, taught_as)
+    source = classifier.classes_.index(taught_as)
     counts = images.counts()
     if taught_as in counts:
         raise errors.CannotEdit(f"the images of {taught_as} have the name they were taught as")
@@ -256,15 +258,16 @@ def join(
         classifier._replace(previous, tasks, edit)
 
 
-def row_of(classifier: EditableEstimator, name: str) -> int:
-    """Return the row of a class.
+def known_name(classifier: EditableEstimator, text: str) -> str:
+    """Return the name of a class in the spelling of the classifier.
 
     Raises:
         NotLearned: There is no such class.
     """
+    name = class_name(text)
     if name not in classifier.classes_:
         raise errors.NotLearned([name], classifier.classes_)
-    return classifier.classes_.index(name)
+    return name
 
 
 def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> list[TaskRecord]:
@@ -406,8 +409,6 @@ def _relabelled(
 
 
 def _check_free(classifier: EditableEstimator, name: str, own: Sequence[str]) -> None:
-    if not is_valid_class_name(name):
-        raise errors.CannotEdit(f"a class cannot be called {name!r}")
     if name in classifier.classes_ and name not in own:
         remedy = "Merge the classes with merge-classes, or choose another name."
         raise errors.CannotEdit(f"a class '{name}' already exists", remedy)

@@ -85,7 +85,7 @@ def resolve_method(description: Description, named: str | None, folder: Path) ->
     if named is None:
         problem = (
             f"{folder} was made with the class {made_with} from a file of yours, and a model "
-            f"contains no code; name the file with --method path/to/file.py:{made_with} "
+            "contains no code; name the file and the class with --method path/to/file.py:CLASS "
             "(method=... in Python)"
         )
         raise errors.BadOption("the model", "method", problem)

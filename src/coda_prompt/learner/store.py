@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from coda_prompt.console import is_valid_class_name
+from coda_prompt.console import class_name
 from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
 from coda_prompt.learner import versions
 from coda_prompt.learner.card import model_card
@@ -175,7 +175,7 @@ class Description(FileSchema):
             raise ValueError("its classes are not those of its tasks")
         if len(set(self.classes)) < len(self.classes):
             raise ValueError("a class is listed twice")
-        if not all(is_valid_class_name(name) for name in self.classes):
+        if any(class_name(name) != name for name in self.classes):
             raise ValueError("a class has an invalid name")
         return self
 
@@ -318,42 +318,36 @@ def restore_version(folder: Path, to: int | None = None, *, redo: bool = False) 
     return model
 
 
-def begin_lesson(folder: Path, images: str, version: int, command: str = "") -> bool:
+def begin_lesson(folder: Path, images: str, version: int) -> bool:
     """Record that images are about to be learned, unless an earlier command already did.
 
     Args:
         folder: The model folder.
         images: Fingerprint of the lesson's images.
         version: Version of the model they are learned on.
-        command: The command that learns them, for `unfinished_lesson`.
 
     Returns:
         True if the same lesson was begun on the version before and interrupted only after its
         model was saved, so that there is nothing left to learn.
     """
-    note = {"images": images, "version": version, "command": command}
-    earlier = _read_lesson(folder)
-    done = (earlier.get("images"), earlier.get("version")) == (images, version - 1)
+    note = {"images": images, "version": version}
+    done = _read_lesson(folder) == {**note, "version": version - 1}
     if not done:
         write_atomically(folder / LESSON, json.dumps(note).encode())
     return done
 
 
-def unfinished_lesson(folder: Path) -> str | None:
-    """Return the command of an interrupted lesson, or a sentence for it; None if there is none."""
-    lesson = _read_lesson(folder)
-    if not lesson and not (folder / PROGRESS).exists():
-        return None
-    return str(lesson.get("command") or "the same 'coda learn' command as before")
+def has_unfinished_lesson(folder: Path) -> bool:
+    """Return whether a lesson was interrupted."""
+    return (folder / LESSON).exists() or (folder / PROGRESS).exists()
 
 
-def _read_lesson(folder: Path) -> dict[str, Any]:
-    """Return the note of `begin_lesson`; empty if there is none."""
+def _read_lesson(folder: Path) -> object:
+    """Return the note of `begin_lesson`; None if there is none."""
     try:
-        note = json.loads(read_regular(folder / LESSON))
+        return json.loads(read_regular(folder / LESSON))
     except (OSError, ValueError, RecursionError):
-        return {}
-    return note if isinstance(note, dict) else {}
+        return None
 
 
 def end_lesson(folder: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathParameter
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
@@ -95,12 +94,16 @@ def _make_model_app(
     add_exception_handlers(app)
     for router in MODEL_ROUTERS:
         app.include_router(router)
-    app.add_api_route("/", _index, response_class=HTMLResponse, include_in_schema=False)
+    app.add_api_route("/", index, response_class=HTMLResponse, include_in_schema=False)
     return app
 
 
-async def _index() -> HTMLResponse:
-    return HTMLResponse((PAGE / "index.html").read_text("utf-8"))
+def _page_file(name: str) -> HTMLResponse:
+    return HTMLResponse((PAGE / name).read_text("utf-8"))
+
+
+async def index() -> HTMLResponse:
+    return _page_file("index.html")
 
 
 def _get_metrics(request: Request) -> Metrics:
@@ -282,10 +285,4 @@ async def metrics(metrics: CurrentMetrics) -> PlainTextResponse:
 
 @pages.get("/docs", response_class=HTMLResponse, include_in_schema=False)
 async def docs() -> HTMLResponse:
-    return get_swagger_ui_html(
-        openapi_url="/openapi.json",
-        title="coda-prompt",
-        swagger_js_url="/docs/assets/swagger-ui-bundle.js",
-        swagger_css_url="/docs/assets/swagger-ui.css",
-        swagger_favicon_url="/page/icon.svg",
-    )
+    return _page_file("docs.html")

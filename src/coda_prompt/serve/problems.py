@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from coda_prompt.errors import (
+    BadClassName,
     BadImage,
     BadImages,
     BadOption,
@@ -46,6 +47,8 @@ TITLES = {
     503: "Unavailable",
     504: "Timeout",
 }
+INVALID = (BadClassName, BadImage, BadImages, BadOption, MissingData, NotLearned)
+"""Errors that are the client's."""
 CLIENT_CLOSED_REQUEST = 499
 """As nginx calls it; only /metrics shows it."""
 
@@ -91,8 +94,7 @@ def add_exception_handlers(app: FastAPI) -> None:
             return problem_response(409, "There is no earlier version to restore.")
         if isinstance(error, FolderBusy | CannotEdit):
             return problem_response(409, str(error))
-        invalid = isinstance(error, BadImage | BadImages | NotLearned | BadOption | MissingData)
-        return problem_response(422 if invalid else 503, str(error))
+        return problem_response(422 if isinstance(error, INVALID) else 503, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:

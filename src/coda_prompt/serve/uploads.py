@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from coda_prompt.console import is_valid_class_name
+from coda_prompt.console import class_name
 from coda_prompt.data.images import (
     FORMATS,
     SUFFIXES,
@@ -106,11 +106,11 @@ def decode_base64(text: bytes, name: str) -> bytes:
 
 
 def check_label(label: str) -> str:
-    """Return the label without surrounding blanks if it can be a class name."""
-    name = label.strip()
-    if not is_valid_class_name(name) or len(name) > MAX_LABEL_LENGTH:
-        detail = f"{label[:MAX_LABEL_LENGTH]!r} cannot be the name of a class"
-        raise RequestError(422, f"{detail}: use 1 to {MAX_LABEL_LENGTH} printable characters.")
+    """Return the class name that a label means, as `class_name` spells it."""
+    name = class_name(label)
+    if len(name) > MAX_LABEL_LENGTH:
+        detail = f"'{name[:MAX_LABEL_LENGTH]}…' cannot be the name of a class"
+        raise RequestError(422, f"{detail}: use at most {MAX_LABEL_LENGTH} characters.")
     return name
 
 
