@@ -51,10 +51,10 @@ TIMEOUT = 120_000
 REFUSED = re.compile(".*Content Security Policy.*")
 
 
-def wait_for(page: Any, expression: str) -> None:
+def wait_for(page: Any, expression: str, arg: Any = None) -> None:
     """Wait until JavaScript is true; playwright's own function needs `unsafe-eval`."""
     deadline = time.monotonic() + TIMEOUT / 1000
-    while not page.evaluate(expression):
+    while not page.evaluate(expression, arg):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(50)
 
