@@ -1,6 +1,6 @@
 """Read request bodies: JSON, or a multipart form with files. They are limited before parsing.
 
-Nothing that a client sends is written to disk.
+Images are held in memory and never written to disk.
 """
 
 from __future__ import annotations
