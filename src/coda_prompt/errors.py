@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
+"""What pydantic calls it in models and in dataclasses."""
 
 
 class CodaError(Exception):
@@ -62,6 +69,35 @@ class BadOption(CodaError):
     def __init__(self, owner: str, field: str, problem: str) -> None:
         where = f" of {owner}" if owner else ""
         super().__init__(f"Option '{field}'{where}: {problem}.")
+
+
+def bad_field(
+    owner: str,
+    error: ValidationError,
+    known: Mapping[str, Iterable[str]],
+    kind: str = "field",
+    whole: str = "?",
+) -> BadOption | UnknownName:
+    """Turn the errors of pydantic into an exception that names one field.
+
+    Args:
+        owner: What was validated.
+        known: Names of all fields under "", and those of sections under the section's name.
+        kind: What a field is called.
+        whole: The field to name if several contradict each other.
+    """
+    # Unknown fields come first: a misspelled field is reported as missing as well.
+    first = min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] in UNKNOWN_FIELD:
+        section, dot, _ = path.rpartition(".")
+        fields = known.get(path.split(".")[0] if dot else "", known[""])
+        return UnknownName(kind, path, [f"{section}{dot}{field}" for field in fields], owner)
+    problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "greater_than_equal":
+        least = first["ctx"]["ge"]
+        problem = f"{first['input']} is " + (f"less than {least}" if least else "negative")
+    return BadOption(owner, path or whole, problem[:1].lower() + problem[1:])
 
 
 class WrongType(CodaError, TypeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coda_prompt import methods
 from coda_prompt.data.images import Augmentation
 from coda_prompt.data.stream_options import StreamOptions
-from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName
+from coda_prompt.errors import BadOption, CorruptFile, MissingData, UnknownName, bad_field
 from coda_prompt.methods import Entry
 from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.coda import CodaConfig
@@ -204,8 +204,9 @@ def load_benchmark(name_or_path: str, overrides: Iterable[Override] = ()) -> Ben
     try:
         benchmark = Benchmark(**fields)
     except ValidationError as error:
-        sections: dict[str, type[BaseModel]] = {"stream": StreamOptions, "methods": MethodSection}
-        raise bad_field(f"benchmark {name_or_path}", error, sections, Benchmark) from error
+        sections = {"stream": StreamOptions.model_fields, "methods": MethodSection.model_fields}
+        known = {"": Benchmark.model_fields, **sections}
+        raise bad_field(f"benchmark {name_or_path}", error, known) from error
     for name in benchmark.methods:
         benchmark.method_config(name)
         benchmark.method_training(name, 0)
@@ -244,7 +245,7 @@ def _load_preset(name_or_path: str, extended_by: Sequence[str] = ()) -> _Preset:
             fields = _merge_nested(inherited, fields)
         return _Preset.model_validate(fields)
     except ValidationError as error:
-        raise bad_field(owner, error, {}, _Preset) from error
+        raise bad_field(owner, error, {"": _Preset.model_fields}) from error
 
 
 def read_fields(name_or_path: str, what: str, folder: str) -> dict[str, Any]:
@@ -348,27 +349,6 @@ def _apply(
             section[parent] = section = {**inner}
         section[name] = value
     return fields
-
-
-def bad_field(
-    owner: str,
-    error: ValidationError,
-    sections: Mapping[str, type[BaseModel]],
-    whole: type[BaseModel],
-) -> BadOption | UnknownName:
-    """Turn one of pydantic's errors into an exception that names the field.
-
-    Unknown fields come first: a misspelled field is reported as missing as well.
-    """
-    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        parent = path[: path.rfind(".") + 1]
-        section = sections.get(path.split(".")[0], whole) if parent else whole
-        known = [f"{parent}{name}" for name in section.model_fields]
-        return UnknownName("field", path, known, owner)
-    problem = str(first["msg"]).removeprefix("Value error, ")
-    return BadOption(owner, path or "?", problem[:1].lower() + problem[1:])
 
 
 def check_rows(benchmark: Benchmark, names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from coda_prompt.bench import config
 from coda_prompt.bench.runs import Point, Run, row_folder, runs_of
-from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.errors import BadOption, UnknownName, bad_field
 
 METHOD_SECTIONS = ("options", "training")
 """Fields in these sections are set for each method of a line; all others for the benchmark."""
@@ -72,7 +72,8 @@ def load_sweep(name: str, benchmark: str | None, chosen: Sequence[str], values: 
     try:
         sweep = Sweep(**(_with_values(fields, values) if values else fields))
     except ValidationError as error:
-        raise config.bad_field(f"sweep {name}", error, {"lines": Line}, Sweep) from error
+        fields_of = {"": Sweep.model_fields, "lines": Line.model_fields}
+        raise bad_field(f"sweep {name}", error, fields_of) from error
     return _select_methods(sweep, chosen) if chosen and not all_methods else sweep
 
 

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.errors import bad_field
 
 CLASS_RULES = ("tasks", "classes_per_task", "class_lists")
 DOMAIN_RULES = ("domains_per_task", "domain_lists")
@@ -150,16 +150,4 @@ class StreamOptions(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            raise _as_bad_option(error) from error
-
-
-def _as_bad_option(error: ValidationError) -> BadOption | UnknownName:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "tasks"
-    if first["type"] == "extra_forbidden":
-        return UnknownName("field", field, StreamOptions.model_fields, "a stream")
-    problem = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "greater_than_equal":
-        least = first["ctx"]["ge"]
-        problem = f"{first['input']} is " + (f"less than {least}" if least else "negative")
-    return BadOption("the stream", field, problem)
+            raise bad_field("the stream", error, {"": cls.model_fields}, whole="tasks") from error

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
-from coda_prompt.errors import BadOption, UnknownName, join_names
+from coda_prompt.errors import BadOption, bad_field, join_names
 
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 Config = TypeVar("Config")
@@ -16,16 +16,11 @@ Config = TypeVar("Config")
 
 def make_config(config_type: type[Config], owner: str, options: Mapping[str, Any]) -> Config:
     """Validate options; the error names an unknown option or an unusable value."""
-    known = [field.name for field in fields(config_type)]  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            raise UnknownName("option", name, known, owner)
     try:
         return config_type(**options)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][:1]) or "?"
-        raise BadOption(owner, field, first["msg"].removeprefix("Value error, ").lower()) from error
+        known = [field.name for field in fields(config_type)]  # type: ignore[arg-type]
+        raise bad_field(owner, error, {"": known}, kind="option") from error
 
 
 def option_meanings(config_type: type[Any]) -> dict[str, str]:
