@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -24,7 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from coda_prompt import methods
 from coda_prompt.bench.environment import PeakMemory
@@ -48,7 +55,6 @@ from coda_prompt.model.linear import Linear
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import write_atomically
-from coda_prompt.training.budget import MultiplyAddCounter
 from coda_prompt.training.cores import Cores, images_per_part, parts_of
 from coda_prompt.training.devices import Devices
 from coda_prompt.training.fast import fast_precision, fast_views
@@ -74,7 +80,18 @@ TRAINED = (
 CLASSES = 20
 """Classes per task."""
 Step = Callable[[], object]
-Observer = TypeVar("Observer", bound=TorchDispatchMode)
+CPU_OPERATIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
+    ),
+    torch.ops.mkldnn._linear_pointwise: (
+        lambda inputs, weight, *_, **__: 2 * math.prod(inputs) * weight[0]
+    ),
+}
+"""Formulas of operations that torch's `FlopCounterMode` does not know."""
 
 
 # -- what is measured
@@ -188,14 +205,18 @@ class EngineStep:
         positions = list(range(first, min(last, len(self.images))))
         return Batch(self.images[first:last], self.labels[first:last], positions, self.view)
 
-    def __call__(self) -> None:
+    def on_one_thread(self) -> None:
+        self(dataclasses.replace(self.gradients, cores=None))
+
+    def __call__(self, gradients: Gradients | None = None) -> None:
+        gradients = gradients or self.gradients
         self.method.zero_grad(set_to_none=True)
         starts = range(0, len(self.images), self.size)
         batches = (self._batch(first, first + self.size) for first in starts)
         if self.bfloat16:
-            with self.gradients.fabric.autocast():
+            with gradients.fabric.autocast():
                 self.method.backbone.cast_weights()
-        self.gradients.add(batches, self.samples, len(self.images), len(starts))
+        gradients.add(batches, self.samples, len(self.images), len(starts))
 
 
 class _ObservedCores(Cores):
@@ -253,21 +274,10 @@ def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
 
 
 def multiply_adds(step: Step) -> float:
-    """Count the multiply-adds of a step."""
-    with observed(step, MultiplyAddCounter()) as counter:
-        step()
-    return counter.count
-
-
-@contextlib.contextmanager
-def observed(step: Step, observer: Observer) -> Iterator[Observer]:
-    """Show the operations of a step to an observer."""
-    with observer:
-        if isinstance(step, EngineStep):
-            step.observer = observer
-        yield observer
-        if isinstance(step, EngineStep):
-            step.observer = None
+    """Count the multiply-adds of a step on one thread."""
+    with FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS) as counter:
+        step.on_one_thread() if isinstance(step, EngineStep) else step()
+    return counter.get_total_flops() / 2
 
 
 class TensorMemory(TorchDispatchMode):
@@ -312,8 +322,13 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def peak_of_tensors(step: Step) -> float:
     """Return the MiB of the tensors that a step makes and that exist at the same time, at most."""
-    with observed(step, TensorMemory()) as memory:
+    memory = TensorMemory()
+    if isinstance(step, EngineStep):
+        step.observer = memory  # sees the operations of all threads
+    with memory:
         step()
+    if isinstance(step, EngineStep):
+        step.observer = None
     return memory.peak / 2**20
 
 

@@ -14,23 +14,21 @@ from small import AUGMENTED_VIEWS, interrupted_repeatedly, patterns, quick_optio
 
 from coda_prompt import methods
 from coda_prompt.data.stream import Stream, make_stream
-from coda_prompt.data.stream_options import Budget
-from coda_prompt.errors import BadOption
 from coda_prompt.methods import Method
-from coda_prompt.training.budget import Meter, MultiplyAddCounter
 from coda_prompt.training.checkpointing import Checkpointer
 from coda_prompt.training.engine import Engine
 from coda_prompt.training.settings import Event, Result, Training
 
 STREAMS: dict[str, dict[str, Any]] = {
     "online": {"tasks": 2, "chunk": 10},
-    "budgeted": {"tasks": 2, "budget": {"multiply_adds": 8e7}},
-    "online and budgeted": {"tasks": 2, "chunk": 12, "budget": {"multiply_adds": 3e7}},
+    "budgeted": {"tasks": 2, "budget": 4},
+    "online and budgeted": {"tasks": 2, "chunk": 12, "budget": 2},
 }
 
 
-def made_stream(kind: str) -> Stream:
-    return make_stream(patterns(6, 6, test=4), **STREAMS[kind])
+def made_stream(kind: str, budget: int | None = None) -> Stream:
+    fields = {"tasks": 2, "budget": budget} if kind == "whole" else STREAMS[kind]
+    return make_stream(patterns(6, 6, test=4), **fields)
 
 
 def run(
@@ -46,7 +44,7 @@ def run(
     result = Result.empty(stream.test_images, len(stream.tasks))
 
     def notes() -> dict[str, Any]:
-        saved = {"matrix": result.matrix.tolist(), "losses": result.losses, "spent": result.spent}
+        saved = {"matrix": result.matrix.tolist(), "losses": result.losses}
         copied: dict[str, Any] = json.loads(json.dumps(saved))
         return copied
 
@@ -56,7 +54,7 @@ def run(
         if checkpointer.latest is not None:
             saved = checkpointer.latest.notes
             result.matrix[:] = saved["matrix"]
-            result.losses[:], result.spent[:] = saved["losses"], saved["spent"]
+            result.losses[:] = saved["losses"]
     stopping = False
 
     def ask_after_a_step(event: Event) -> None:
@@ -93,68 +91,46 @@ def test_an_interrupted_stream_ends_with_the_same_bits(
     assert [key for key in states[0] if not torch.equal(states[0][key], states[1][key])] == []
     assert np.array_equal(whole.matrix, result.matrix, equal_nan=True)
     assert whole.losses == result.losses
-    assert whole.spent == result.spent
 
 
-def test_a_task_ends_with_the_step_that_spends_its_budget() -> None:
-    _, free = run("online", "coda-p")
-    _, result = run("budgeted", "coda-p")
-    assert len(free.losses[0]) == 3
-    assert [len(losses) for losses in result.losses] == [2, 2], "the second epoch is cut off"
-    step = 8e7 / 8  # less than a tenth more than the budget: one step at most
-    assert all(8e7 <= spent < 8e7 + 3 * step for spent in result.spent)
+def steps_of(name: str, budget: int | None, **training: Any) -> list[Event]:
+    """Learn two tasks of 18 images in batches of 8; return the events of the steps."""
+    events: list[Event] = []
+    settings = Training(**{"epochs": 9, "batch_size": 8} | training)
+    engine = Engine(AUGMENTED_VIEWS, settings, on_event=events.append)
+    engine.run(methods.make(name, tiny_vit(), **quick_options(name)), made_stream("whole", budget))
+    return [event for event in events if event.kind == "step"]
 
 
-def test_closed_forms_are_fitted_whatever_they_cost() -> None:
-    method, result = run("budgeted", "ncm")
+@pytest.mark.parametrize("budget", [1, 3, 4])
+def test_a_task_ends_after_the_steps_of_its_budget(budget: int) -> None:
+    steps = steps_of("coda-p", budget)
+    assert [event.task for event in steps] == budget * [0] + budget * [1]
+    assert steps[-1].epoch == (budget - 1) // 3
+
+
+def test_a_budget_counts_the_steps_of_all_stages() -> None:
+    steps = steps_of("hide-prompt", 8, epochs=2)
+    assert [event.task for event in steps] == 8 * [0] + 8 * [1]
+    assert {event.epochs for event in steps} == {1, 2}, "two stages of one and two epochs"
+
+
+def test_a_budget_ends_training_with_recurring_views() -> None:
+    assert len(steps_of("coda-p", 4, views=2)) == 8
+
+
+def test_closed_forms_are_fitted_whatever_the_budget() -> None:
+    method, _ = run("budgeted", "ncm")
     assert method.classes_seen == 6
-    assert all(spent > 0 for spent in result.spent)
+
+
+def test_joint_training_has_the_budget_of_all_tasks() -> None:
+    assert len(steps_of("upper-bound", 4)) == 8
 
 
 def test_the_learning_rate_falls_to_the_end_of_the_budget() -> None:
-    rates: list[float] = []
-    stream = made_stream("budgeted")
-    engine = Engine(
-        AUGMENTED_VIEWS,
-        Training(epochs=50, batch_size=8),
-        on_event=lambda event: rates.append(event.learning_rate) if event.kind == "step" else None,
-    )
-    engine.run(methods.make("coda-p", tiny_vit()), stream)
-    first_task = rates[: len(rates) // 2]
+    rates = [event.learning_rate for event in steps_of("coda-p", 4, epochs=50)]
+    first_task = rates[:4]
     assert first_task[0] == 1e-3
     assert first_task[-1] < 0.4e-3
     assert first_task == sorted(first_task, reverse=True)
-
-
-def test_recurring_views_cannot_be_combined_with_a_budget() -> None:
-    with pytest.raises(BadOption, match=r"leave out training\.views"):
-        run("budgeted", "coda-p", views=2)
-
-
-def test_a_meter_counts_products_forward_and_backward() -> None:
-    weight = torch.ones(4, 5, requires_grad=True)
-    with MultiplyAddCounter() as counter:
-        product = torch.ones(3, 4) @ weight
-        assert counter.count == 3 * 4 * 5
-        product.sum().backward()
-    assert counter.count == 2 * 3 * 4 * 5
-    with MultiplyAddCounter() as counter:
-        tokens = torch.ones(2, 1, 6, 8)
-        torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens)
-    assert counter.count == 2 * 2 * 6 * 6 * 8
-
-
-def test_a_meter_continues_from_what_was_spent() -> None:
-    with Meter(Budget(multiply_adds=100)) as meter:
-        _ = torch.ones(2, 2) @ torch.ones(2, 2)
-        meter.restore(50)
-        _ = torch.ones(2, 2) @ torch.ones(2, 2)
-        assert meter.spent == 58
-    assert meter.spent == 58
-
-
-def test_a_budget_of_seconds_ends_a_task() -> None:
-    stream = make_stream(patterns(4, 8), tasks=2, budget={"seconds": 1e-6})
-    method = methods.make("coda-p", tiny_vit())
-    result = Engine(AUGMENTED_VIEWS, Training(epochs=9, batch_size=4)).run(method, stream)
-    assert [len(losses) for losses in result.losses] == [1, 1], "one step each"

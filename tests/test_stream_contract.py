@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "repeated": {"tasks": 3, "repeat": 0.5},
     "long-tailed": {"tasks": 2, "imbalance": 6},
     "long": {"classes_per_task": 1, "domains_per_task": 2},
-    "budgeted": {"tasks": 3, "budget": {"multiply_adds": 1e6}},
+    "budgeted": {"tasks": 3, "budget": 1},
 }
 EVERYTHING: dict[str, Any] = {
     "tasks": 2,
@@ -38,7 +38,7 @@ EVERYTHING: dict[str, Any] = {
     "blur": 0.5,
     "repeat": 0.5,
     "chunk": 12,
-    "budget": {"multiply_adds": 2e6},
+    "budget": 1,
 }
 """All kinds in one stream: tasks without new classes, with few images, cut off by a budget."""
 
@@ -71,10 +71,6 @@ def check(name: str, fields: dict[str, Any]) -> None:
     assert sum(result.domains.values()) / 3 == pytest.approx(over_all, abs=0.35)
     for value in method.learned_state().values():
         assert value.isfinite().all()
-    if "budget" in fields:
-        joint = METHODS[name].type.trains_on == "all"
-        assert len(result.spent) == (1 if joint else len(stream.tasks))
-        assert min(result.spent) > 0
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -186,7 +186,7 @@ def test_unused_images_are_in_no_chunk() -> None:
         ({"tasks": 2, "domains_per_task": 1, "remove_domains": 1}, "cannot be combined"),
         ({"domains_per_task": 1, "domain_lists": [["0"]]}, "only one of domains_per_task"),
         ({"tasks": 2, "blur": 1.5}, "'blur'.*less than or equal to 1"),
-        ({"tasks": 2, "budget": {}}, "either multiply_adds or seconds"),
+        ({"tasks": 2, "budget": 0}, "'budget' of the stream: 0 is less than 1"),
         ({"classes_per_task": 2, "random_sizes": True}, "needs the number of tasks"),
         ({"class_lists": [["0"]], "base_classes": 1}, "class_lists cannot be combined"),
         ({"tasks": 1, "base_classes": 2}, "need a task"),
@@ -209,8 +209,8 @@ def test_unknown_fields_and_missing_domains() -> None:
 def test_only_fields_that_are_set_are_written() -> None:
     plain = StreamOptions(tasks=3).model_dump(mode="json")
     assert plain == {"tasks": 3}
-    online = StreamOptions(tasks=3, chunk=5, budget={"seconds": 2}).model_dump(mode="json")
-    assert online == {**plain, "chunk": 5, "budget": {"multiply_adds": None, "seconds": 2.0}}
+    online = StreamOptions(tasks=3, chunk=5, budget=2).model_dump(mode="json")
+    assert online == {**plain, "chunk": 5, "budget": 2}
 
 
 def write_domains(root: Path, parts: tuple[str, ...] = ("",)) -> None:

@@ -28,7 +28,7 @@ def test_a_stream_of_a_users_file(tiny: Path, tmp_path: Path) -> None:
     stream = {
         "class_lists": [["a", "b", "c"], ["d", "e", "f"]],
         "chunk": 9,
-        "budget": {"multiply_adds": 1e9},
+        "budget": 2,
     }
     path = written(tiny, tmp_path / "mine.yaml", stream)
     out = str(tmp_path / "runs")
@@ -41,7 +41,6 @@ def test_a_stream_of_a_users_file(tiny: Path, tmp_path: Path) -> None:
     result = json.loads(next((tmp_path / "runs").rglob("ncm/*/result.json")).read_text())
     assert result["train_images"] == [9, 9, 9, 9]
     assert [group["last"] for group in result["groups"]] == [1, 3]
-    assert len(result["spent"]) == 4
     report = coda("report", out, "-o", str(tmp_path / "report"))
     assert report.returncode == 0, report.stderr
     pictures = {path.stem for path in (tmp_path / "report").rglob("*.png")}
@@ -64,7 +63,7 @@ def test_a_wrong_field_of_a_file_is_named(tiny: Path, tmp_path: Path) -> None:
 def test_a_killed_online_and_budgeted_run_ends_with_the_same_bits(
     tiny: Path, tmp_path: Path
 ) -> None:
-    stream = {"tasks": 2, "chunk": 9, "budget": {"multiply_adds": 2e8}}
+    stream = {"tasks": 2, "chunk": 9, "budget": 20}
     path = written(tiny, tmp_path / "mine.yaml", stream, training={"epochs": 30, "batch_size": 3})
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     command = ("bench", str(path), "--methods", "coda-p", "--out")

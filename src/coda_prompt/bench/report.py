@@ -143,14 +143,13 @@ class FinishedRun:
         }
 
     def _training_cost(self, per_image: float) -> float:
-        """Multiply-adds of the whole training: counted with a budget, else estimated."""
-        budget = self.config["stream"].get("budget")
-        if budget is not None:
-            spent: list[float] = self.result["spent"]
-            return sum(spent) if budget["multiply_adds"] is not None else math.nan
-        entry = METHODS.get(self.config["implementation"])
-        epochs = 1 if entry and entry.type.closed_form else self.config["training"]["epochs"]
-        return per_image * epochs * sum(self.result["train_images"])
+        """Estimate the multiply-adds of the whole training."""
+        entry, training = METHODS.get(self.config["implementation"]), self.config["training"]
+        counts = self.result["train_images"]
+        if entry and entry.type.closed_form:
+            return per_image * sum(counts)
+        budget = self.config["stream"].get("budget", math.inf) * training["batch_size"]
+        return per_image * sum(min(training["epochs"] * count, budget) for count in counts)
 
 
 def read_run(folder: Path) -> FinishedRun:

@@ -235,7 +235,6 @@ def _restore_result(result: Result, checkpoint: Checkpoint) -> tuple[int, float]
             np.array(progress[name], dtype=float) for name in ("matrix", "own_classes")
         )
         result.losses[:] = [[float(loss) for loss in task] for task in progress["losses"]]
-        result.spent[:] = [float(cost) for cost in progress.get("spent", ())]
         result.anytime[:] = np.array(progress["anytime"], dtype=float)
         length, seconds = progress["log"], progress["seconds"]
         if not isinstance(length, int) or not isinstance(seconds, int | float):
@@ -339,5 +338,4 @@ def _measurements(result: Result) -> dict[str, Any]:
         "losses": result.losses,
         "anytime": anytime,
         **({"domains": result.domains} if result.domains else {}),
-        **({"spent": result.spent} if result.spent else {}),
     }

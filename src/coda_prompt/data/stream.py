@@ -15,7 +15,7 @@ from coda_prompt.data.assignment import UNUSED, assign, chunked, keyed, random_r
 from coda_prompt.data.groups import Groups, class_groups, domain_groups
 from coda_prompt.data.samples import Samples
 from coda_prompt.data.sources import Integers, Source
-from coda_prompt.data.stream_options import Budget, StreamOptions
+from coda_prompt.data.stream_options import StreamOptions
 from coda_prompt.errors import BadOption, EmptyTask
 
 __all__ = ["Samples", "Stream", "Task", "TestGroup", "make_stream"]
@@ -58,7 +58,7 @@ class Stream:
     validation: bool = False  # whether the test images are a held-out part of the training images
     groups: tuple[TestGroup, ...] = ()  # default: the test images of each task
     domain_names: tuple[str, ...] = ()
-    budget: Budget | None = None  # what the training of each task may cost
+    budget: int | None = None  # optimizer steps of each task
 
     def __post_init__(self) -> None:
         if not self.groups:

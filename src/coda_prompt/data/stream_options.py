@@ -20,23 +20,6 @@ CLASS_RULES = ("tasks", "classes_per_task", "class_lists")
 DOMAIN_RULES = ("domains_per_task", "domain_lists")
 
 
-class Budget(BaseModel):
-    """What the training of one task may cost; give one of the two."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    multiply_adds: float | None = Field(default=None, gt=0)
-    """Multiply-adds of matrix products and convolutions, queries and features included."""
-    seconds: float | None = Field(default=None, gt=0)
-    """Wall-clock seconds. A run that was interrupted resumes, but not to the same bits."""
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Budget:
-        if (self.multiply_adds is None) == (self.seconds is None):
-            raise ValueError("give either multiply_adds or seconds")
-        return self
-
-
 class StreamOptions(BaseModel):
     """How the data is cut into tasks.
 
@@ -86,8 +69,8 @@ class StreamOptions(BaseModel):
     chunk: int | None = Field(default=None, ge=1)
     """Cut each task into tasks of at most this number of random images (online learning). Default:
     all images of a task arrive at once."""
-    budget: Budget | None = None
-    """What the training of each task may cost."""
+    budget: int | None = Field(default=None, ge=1)
+    """Optimizer steps after which the training of a task ends. Default: all epochs."""
     validation: bool = False
     """Evaluate on a fifth of the training images; test images are not read."""
 

@@ -18,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,8 @@ class Checkpoint(FileSchema):
     """Mean loss of each finished epoch of the task."""
     sum_of_losses: float
     """Over the images of the epoch's finished steps."""
-    spent: float = Field(ge=0)
-    """What the task has cost so far, in the unit of its budget; 0 without one."""
+    steps_of_task: int = Field(ge=0)
+    """Optimizer steps of the task so far, in all its stages."""
     learned: list[FileRecord]
     training: FileRecord | None
     """None between two tasks."""
@@ -93,12 +93,16 @@ class TrainingPosition:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     sum_of_losses: float = 0.0
-    spent: float = 0.0
+    steps_of_task: int = 0
 
     def after_epoch(self, images: int) -> TrainingPosition:
         """Return the position after the current epoch, of which `images` images were trained."""
         losses = [*self.losses, self.sum_of_losses / images]
-        return TrainingPosition(self.task, self.stage, self.epoch + 1, 0, losses, spent=self.spent)
+        return replace(self, epoch=self.epoch + 1, step=0, losses=losses, sum_of_losses=0.0)
+
+    def at_stage(self, stage: int) -> TrainingPosition:
+        """Return the position at the start of a later stage."""
+        return replace(self, stage=stage, epoch=0, step=0, sum_of_losses=0.0)
 
 
 class Checkpointer:

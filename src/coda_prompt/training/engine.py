@@ -7,7 +7,6 @@ its share, and losses and gradients are reduced so that a step equals that of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from coda_prompt import errors
 from coda_prompt.data.stream import Samples, Stream, Task
 from coda_prompt.methods import Method, TaskBrief
 from coda_prompt.methods.stages import TrainingBatch
-from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.loading import Epoch, batches
 from coda_prompt.training.passes import share
@@ -72,18 +70,15 @@ class Engine(Trainer):
             self._move_to_device(method)
             checkpointer.restore_learned(method)
         for task in tasks[done:]:
-            meter = self._meter(stream, len(stream.tasks) if joint else 1)
             losses = self.learn(
                 method,
                 task,
                 past=tasks[: task.index],
                 tasks=len(tasks),
                 checkpointer=checkpointer,
-                meter=meter,
+                budget=stream.budget and stream.budget * (len(stream.tasks) if joint else 1),
             )
             result.losses.append(losses)
-            if meter is not None:
-                result.spent.append(meter.spent)
             after = last if joint else task.index
             if after in measured:
                 self._measure(method, stream, after, result)
@@ -126,7 +121,7 @@ class Engine(Trainer):
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
         observe: Callable[[Tensor], None] | None = None,
-        meter: Meter | None = None,
+        budget: int | None = None,
     ) -> list[float]:
         """Learn one task.
 
@@ -138,8 +133,8 @@ class Engine(Trainer):
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
             observe: Called with `ViT.plain_tokens` of all training images.
-            meter: Ends the training when its budget is spent. The first step and what is fitted
-                in closed form are never left out.
+            budget: Optimizer steps after which the training ends; what is fitted in closed form
+                is never left out.
 
         Returns:
             The mean loss of each epoch of all stages.
@@ -156,9 +151,9 @@ class Engine(Trainer):
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
         tasks = tasks or index + 1
-        run = TaskRun(method, task.train, labels, past, index, tasks, checkpointer, meter, observe)
+        run = TaskRun(method, task.train, labels, past, index, tasks, checkpointer, budget, observe)
         try:
-            with restored_on_error(method), meter or nullcontext():
+            with restored_on_error(method):
                 resumed = None if checkpointer is None else checkpointer.position
                 if resumed is None:
                     self.on_event(Event("task", index, run.tasks))
@@ -185,7 +180,7 @@ class Engine(Trainer):
         if method.prepares_on is not None:
             with torch.no_grad():
                 method.prepare(self._all_batches(run, method.prepares_on))
-        stages, epochs_before, losses = method.stages(), 0, list[float]()
+        stages, epochs_before, position = method.stages(), 0, TrainingPosition(run.index)
         if resumed is not None and first >= len(stages):
             problem = f"it counts {first} stages of {len(stages)}"
             raise errors.CorruptFile("the checkpoint", problem)
@@ -197,8 +192,7 @@ class Engine(Trainer):
                     self._fit(run)
                 fitted = True
             if number >= first:
-                position = TrainingPosition(run.index, number, losses=losses)
-                losses = self.train_stage(run, stage, position, epochs_before)
+                position = self.train_stage(run, stage, position.at_stage(number), epochs_before)
                 method.end_stage(stage)
             epochs_before += stage.epochs or self.training.epochs
         if method.concludes_on is not None:
@@ -206,22 +200,7 @@ class Engine(Trainer):
                 method.conclude(self._all_batches(run, method.concludes_on))
         if not fitted:
             self._fit(run)
-        return losses
-
-    def _meter(self, stream: Stream, tasks: int) -> Meter | None:
-        """Return a meter with the budget of `tasks` tasks of a stream, if it has one."""
-        budget = stream.budget
-        if budget is None:
-            return None
-        if self.training.views is not None and budget.multiply_adds is not None:
-            problem = "views that recur make the cost of a step depend on earlier steps"
-            raise errors.BadOption("the stream", "budget", f"{problem}; leave out training.views")
-        limits = {name: limit and limit * tasks for name, limit in budget.model_dump().items()}
-
-        def reduce(value: float, operation: str) -> float:
-            return float(self._reduced(torch.tensor(value, dtype=torch.float64), operation))
-
-        return Meter(budget.model_copy(update=limits), reduce)
+        return position.losses
 
     def _fit(self, run: TaskRun) -> None:
         method = run.method

@@ -100,8 +100,6 @@ class Result:
     """Mean loss of each epoch, per task."""
     domains: dict[str, float] = field(default_factory=dict)
     """The same after the last measured task, by domain."""
-    spent: list[float] = field(default_factory=list)
-    """What each task cost, in the unit of the budget; empty without one."""
 
     @classmethod
     def empty(cls, test_images: list[int], tasks: int | None = None) -> Result:

@@ -22,7 +22,6 @@ from coda_prompt.methods import Method
 from coda_prompt.methods.stages import ParameterGroup, Stage
 from coda_prompt.model.vit import ViT
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.training.budget import Meter
 from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
 from coda_prompt.training.cores import Cores, images_per_part, parts_of
 from coda_prompt.training.gradients import Gradients
@@ -44,15 +43,14 @@ class TaskRun:
     tasks: int
     """Number of tasks of the stream, for progress."""
     checkpointer: Checkpointer | None
-    meter: Meter | None
-    """Counts what the task costs; None without a budget."""
+    budget: int | None
+    """Optimizer steps after which the training ends."""
     observe: Callable[[Tensor], None] | None
     """Called with the class tokens of all training images; see `Engine.learn`."""
 
-    def is_spent(self, position: TrainingPosition) -> bool:
-        """Whether the budget is spent; the first step of a task is always taken."""
-        started = position.stage or position.epoch or position.step
-        return bool(self.meter and started and position.spent >= self.meter.limit)
+    def spent(self, position: TrainingPosition) -> float:
+        """Return the share of the budget that is spent; 0 without one."""
+        return position.steps_of_task / self.budget if self.budget else 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ class Trainer(Passes):
 
     def train_stage(
         self, run: TaskRun, stage: Stage, position: TrainingPosition, epochs_before: int
-    ) -> list[float]:
+    ) -> TrainingPosition:
+        """Train a stage from a position, or from where it was interrupted; return the end."""
         method, epochs = run.method, stage.epochs or self.training.epochs
         trainable = method.trainable_parameters()
         groups = stage.groups or [ParameterGroup(trainable)]
@@ -137,8 +136,6 @@ class Trainer(Passes):
             )
         features = stage.data == "features"
         table = self._table(run.train, method.features, method) if features else None
-        if run.meter is not None:
-            self._start_meter(run, run.meter, stage, position, resumed=restored is not None)
         workers = self._workers(run, stage)
         if workers > 1 and self.precision == "bf16-mixed":
             with self.fabric.autocast():
@@ -156,16 +153,14 @@ class Trainer(Passes):
             training = StageRun(stage, epochs, optimizer, rates, wrapped, gradients)
             if restored is not None:
                 self._restore_queries(run, training, position, epochs_before, workers)
-            while position.epoch < epochs:
-                if run.meter is not None and not position.step and run.is_spent(position):
-                    break
+            while position.epoch < epochs and run.spent(position) < 1:
                 epoch = epochs_before + position.epoch
                 data = self._epoch_data(run, stage, epoch, position.step, table, workers)
                 position = self._train_epoch(run, training, data, position)
         for parameter in paused:
             parameter.requires_grad_(True)
         method.eval()
-        return position.losses
+        return position
 
     def _workers(self, run: TaskRun, stage: Stage) -> int:
         """Return how many threads compute parts of a batch at the same time on a CPU.
@@ -180,7 +175,6 @@ class Trainer(Passes):
             and method.loss_in_parts
             and method.frozen_backbone
             and stage.data in ("augmented", "plain")
-            and run.meter is None  # it counts the operations of one thread
             and training.micro_batch is None
             and not (training.recompute or training.compile)
         )
@@ -218,27 +212,6 @@ class Trainer(Passes):
                 training.gradients.cache_queries(data.loaded, data.samples, parts)
                 self.on_event(Event("pass", 0, 0, step=step + 1, steps=seen))
 
-    def _start_meter(
-        self,
-        run: TaskRun,
-        meter: Meter,
-        stage: Stage,
-        position: TrainingPosition,
-        *,
-        resumed: bool,
-    ) -> None:
-        """Count from what was spent before the stage, or before it was interrupted.
-
-        Queries that are computed once are computed now: a resumed stage computes them again.
-        """
-        plain = stage.data == "plain" or self.views.augmentation is None
-        cached = plain or self.training.queries == "cached"
-        if cached and stage.data in ("plain", "augmented") and run.method.needs_queries:
-            self.queries.fill(run.method, run.train)
-        if resumed:
-            meter.restore(position.spent)
-        position.spent = meter.spent
-
     def _train_epoch(
         self, run: TaskRun, training: StageRun, data: EpochData, position: TrainingPosition
     ) -> TrainingPosition:
@@ -260,21 +233,15 @@ class Trainer(Passes):
         precise = torch.float32 if device.type == "mps" else torch.float64
         total = torch.tensor(position.sum_of_losses, dtype=precise, device=device)
         finite = torch.ones((), dtype=torch.bool, device=device)
-        spent = 0.0
         for step in range(position.step, steps):
-            if run.meter is not None:
-                if run.is_spent(position):
-                    break
-                spent = position.spent / run.meter.limit
+            spent = run.spent(position)
             rate = training.set_rates(self.training.schedule, epoch, step / steps, spent)
             loss, step_is_finite = self._step(training, data, position.step)
             total += loss.to(precise) * data.sizes[step]
             finite &= step_is_finite
             position.step = step + 1
-            ends = position.step == steps
-            if run.meter is not None:
-                position.spent = run.meter.spent
-                ends = ends or run.is_spent(position)
+            position.steps_of_task += 1
+            ends = position.step == steps or run.spent(position) >= 1
             if not ends and position.step % self.wait_every:
                 continue
             fetched = torch.stack([loss.to(precise), total, finite.to(precise)]).tolist()
@@ -282,8 +249,8 @@ class Trainer(Passes):
                 raise errors.NonFiniteLoss(position.task, epoch, step)
             position.sum_of_losses = fetched[1]
             self.on_event(Event("step", *progress, step, steps, fetched[0], rate))
-            if position.step == steps:
-                position = position.after_epoch(sum(data.sizes))
+            if ends:
+                position = position.after_epoch(sum(data.sizes[: step + 1]))
                 self.on_event(Event("epoch", *progress, steps, steps, position.losses[-1], rate))
             stopping = self.should_stop()
             if run.checkpointer is not None:
@@ -292,8 +259,8 @@ class Trainer(Passes):
                 )
             if stopping:
                 raise errors.Interrupted
-        if position.epoch == epoch:  # the budget was spent before the end of the epoch
-            position = position.after_epoch(sum(data.sizes[: position.step]))
+            if ends:
+                break
         return position
 
     def _optimizer(
