@@ -24,11 +24,13 @@ from speed import machine, show
 
 from coda_prompt.storage.files import write_atomically
 
-PREFIX = (sys.executable, "-m", "coda_prompt", "bench", "pocket", "--set", "training.epochs=1")
+PYTHON = (sys.executable, "-m")
+TORCHRUN = (*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+PREFIX = ("coda_prompt", "bench", "pocket", "--set", "training.epochs=1")
 ONE = {
-    "one process, one thread": ("1", ()),
-    "one process, two threads": ("2", ()),
-    "two processes (--devices 2)": ("1", ("--devices", "2")),
+    "one process, one thread": ("1", PYTHON),
+    "one process, two threads": ("2", PYTHON),
+    "two processes (torchrun)": ("1", TORCHRUN),
 }
 MANY = {
     "--jobs 2": ("--jobs", "2"),
@@ -36,12 +38,12 @@ MANY = {
 }
 
 
-def run(threads: str, *more: str) -> tuple[float, float]:
+def run(threads: str, *more: str, start: tuple[str, ...] = PYTHON) -> tuple[float, float]:
     """Return the seconds of the whole command and the sum over its runs."""
     with tempfile.TemporaryDirectory() as out:
         started = time.perf_counter()
         subprocess.run(
-            [*PREFIX, *more, "--out", out], check=True, capture_output=True,
+            [*start, *PREFIX, *more, "--out", out], check=True, capture_output=True,
             env={**os.environ, "OMP_NUM_THREADS": threads},
         )  # fmt: skip
         whole = time.perf_counter() - started
@@ -79,8 +81,8 @@ def main() -> None:
         results = {**json.loads(options.out.read_text("utf-8")), **results}
     if options.only in (None, "one"):
         variants: dict[str, Any] = {
-            name: lambda threads=threads, more=more: run(threads, *one, *more)[1]
-            for name, (threads, more) in ONE.items()
+            name: lambda threads=threads, start=start: run(threads, *one, start=start)[1]
+            for name, (threads, start) in ONE.items()
         }
         results["one training"] = compare(variants, options.rounds)
         show(results["one training"], "One training")

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,6 @@ TRAINED = (
 CLASSES = 20
 """Classes per task."""
 Step = Callable[[], object]
-CPU_OPERATIONS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
-    ),
-    torch.ops.mkldnn._linear_pointwise: (
-        lambda inputs, weight, *_, **__: 2 * math.prod(inputs) * weight[0]
-    ),
-}
-"""Formulas of operations that torch's `FlopCounterMode` does not know."""
 
 
 # -- what is measured
@@ -185,7 +173,7 @@ class EngineStep:
             cores = _ObservedCores(self, workers)
             cores.__enter__()
         fabric = Devices("cpu", precision="bf16-mixed" if bfloat16 else "32-true").fabric()
-        queries = Queries("exact", 2**30, lambda *_: torch.empty(0), bool)
+        queries = Queries("exact", lambda *_: torch.empty(0))
         self.size = images_per_part(count, config, workers)
         self.samples = Samples(FileSplit([], np.zeros(0, np.int64)), *np.zeros((2, count), int))
         self.gradients = Gradients(
@@ -206,17 +194,20 @@ class EngineStep:
         return Batch(self.images[first:last], self.labels[first:last], positions, self.view)
 
     def on_one_thread(self) -> None:
-        self(dataclasses.replace(self.gradients, cores=None))
+        """Compute the parts of the batch one after the other."""
+        gradients = self.gradients
+        self.gradients = dataclasses.replace(gradients, cores=None)
+        self()
+        self.gradients = gradients
 
-    def __call__(self, gradients: Gradients | None = None) -> None:
-        gradients = gradients or self.gradients
+    def __call__(self) -> None:
         self.method.zero_grad(set_to_none=True)
         starts = range(0, len(self.images), self.size)
         batches = (self._batch(first, first + self.size) for first in starts)
         if self.bfloat16:
-            with gradients.fabric.autocast():
+            with self.gradients.fabric.autocast():
                 self.method.backbone.cast_weights()
-        gradients.add(batches, self.samples, len(self.images), len(starts))
+        self.gradients.add(batches, self.samples, len(self.images), len(starts))
 
 
 class _ObservedCores(Cores):
@@ -275,7 +266,20 @@ def interleaved(steps: dict[str, Step], repetitions: int) -> dict[str, float]:
 
 def multiply_adds(step: Step) -> float:
     """Count the multiply-adds of a step on one thread."""
-    with FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS) as counter:
+    formulas = {  # of operations that torch does not know
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+        ),
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(
+                grad, query, key, value
+            )
+        ),
+        torch.ops.mkldnn._linear_pointwise: (
+            lambda inputs, weight, *_, **__: 2 * math.prod(inputs) * weight[0]
+        ),
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         step.on_one_thread() if isinstance(step, EngineStep) else step()
     return counter.get_total_flops() / 2
 

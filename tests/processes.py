@@ -37,12 +37,9 @@ def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_ranks(count: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program on ranks that are forked with the variables of torchrun.
-
-    Returns:
-        The output of rank 0.
-    """
+@contextlib.contextmanager
+def started_ranks(count: int, program: str, *arguments: str) -> Iterator[list[Forked]]:
+    """Start a program on ranks that are forked with the variables of torchrun."""
     with socket.socket() as free_port:
         free_port.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port.getsockname()[1])}
@@ -53,10 +50,16 @@ def run_ranks(count: int, program: str, *arguments: str) -> subprocess.Completed
         for rank in map(str, range(count))
     ]
     try:
-        done = [rank.completed() for rank in ranks]
+        yield ranks
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def run_ranks(count: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks to its end; return the output of rank 0."""
+    with started_ranks(count, program, *arguments) as ranks:
+        done = [rank.completed() for rank in ranks]
     for rank in done:
         assert rank.returncode == 0, rank.stderr
     return done[0]

@@ -116,11 +116,9 @@ def test_missing_ray_names_the_extra_to_install(tiny: Path, tmp_path: Path) -> N
         (("--executor", "ray", "--address", "127.0.0.1:99999999"), "nothing answers"),
         (("--executor", "ray"), "nothing answers at 127.0.0.1:2"),
         (("--executor", "ray", "--jobs", "2"), "as many runs at a time as fit"),
-        (("--executor", "ray", "--devices", "2"), "one device each"),
         (("--address", "127.0.0.1:1"), "add --executor ray"),
         (("--gpus", "1"), "add --executor ray"),
         (("--cpus", "1"), "add --executor ray"),
-        (("--strategy", "fsdp"), "more than one device"),
         (("--out", "s3://bucket/runs"), "is remote; name a local folder"),
     ],
 )

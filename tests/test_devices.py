@@ -21,13 +21,14 @@ from processes import (
     run,
     run_command,
     run_ranks,
-    started,
+    started_ranks,
     wait_for_checkpoint,
 )
 from safetensors.torch import load_file
 from small import CODA, comparable
 from torch.testing import assert_close
 
+from coda_prompt.bench.launcher import RunOptions
 from coda_prompt.errors import BadOption
 from coda_prompt.training.devices import Devices
 
@@ -75,25 +76,24 @@ def assert_same_training(found: Path, expected: Path, rows: int, *, worst: float
 
 
 @pytest.mark.parametrize(
-    ("start", "more", "rows"),
+    ("start", "more", "ranks"),
     [
-        (run, ("--devices", "2"), 3),
-        (partial(run_command, *TORCHRUN), (), 3),
-        (partial(run_ranks, 3, CODA), ("--strategy", "fsdp", "--methods", "coda-p,ncm"), 2),
+        (partial(run_command, *TORCHRUN), (), 2),
+        (partial(run_ranks, 3, CODA), ("--methods", "coda-p,ncm"), 3),
     ],
-    ids=["devices", "torchrun", "fsdp"],
+    ids=["torchrun", "three"],
 )
 def test_several_ranks_learn_what_one_learns(
-    start: Callable[..., Any], more: tuple[str, ...], rows: int, tiny: Path, alone: Path,
+    start: Callable[..., Any], more: tuple[str, ...], ranks: int, tiny: Path, alone: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    finished = start(*bench(tiny, tmp_path, *more))
+    finished, rows = start(*bench(tiny, tmp_path, *more)), 2 if more else 3
     assert finished.returncode == 0, finished.stderr
     assert len(json.loads(finished.stdout)["rows"]) == rows, "one process speaks"
     assert "Warning" not in finished.stderr
     assert_same_training(tmp_path, alone, rows)
     report = json.loads(next(tmp_path.rglob("environment.json")).read_text())
-    assert report["processes"] == (3 if "fsdp" in more else 2)
+    assert report["processes"] == ranks
 
 
 @pytest.mark.slow
@@ -109,31 +109,26 @@ def test_pocket_on_two_ranks_equals_one(batch: int, worst: float, tmp_path: Path
     rows = ("--methods", "coda-p,ncm", "--trials", "1")
     given = ("bench", "pocket", *settings, *rows, "--precision", "64-true", "--keep", "--json")
     plain = (sys.executable, "-m", "coda_prompt")
-    for start, more, out in (
-        (plain, (), "one"),
-        (plain, ("--devices", "2"), "two"),
-        (TORCHRUN, (), "three"),
-    ):
-        command = [*start, *given, *more, "--out", str(tmp_path / out)]
+    for start, out in ((plain, "one"), (TORCHRUN, "two")):
+        command = [*start, *given, "--out", str(tmp_path / out)]
         subprocess.run(command, check=True, timeout=1800, capture_output=True, env=ENVIRONMENT)
     assert_same_training(tmp_path / "two", tmp_path / "one", 2, worst=worst)
-    assert_same_training(tmp_path / "three", tmp_path / "one", 2, worst=worst)
 
 
 def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
     drawing_folders: Path, tmp_path: Path
 ) -> None:
     """Also continued, and measured on held-out images, the same by one process and by two."""
-    for name, task, start, more in (
-        ("one", "task-1", run, ()),
-        ("one", "task-2", run, ()),
-        ("two", "task-1", run, ("--devices", "2")),
-        ("two", "task-2", partial(run_ranks, 2, CODA), ()),
+    for name, task, start in (
+        ("one", "task-1", run),
+        ("one", "task-2", run),
+        ("two", "task-1", partial(run_command, *TORCHRUN)),
+        ("two", "task-2", partial(run_ranks, 2, CODA)),
     ):
         finished = start(
             "learn", str(tmp_path / name), str(drawing_folders / task),
             *("--method", "coda-p", "--epochs", "1", "--val", "0.15"),
-            *("--precision", "64-true", "--json", *more),
+            *("--precision", "64-true", "--json"),
         )  # fmt: skip
         assert finished.returncode == 0, finished.stderr
         report = json.loads(finished.stdout)
@@ -150,7 +145,7 @@ def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
             assert mine[field] == other[field]
 
 
-def on_two_ranks(strategy: str, *lines: str) -> str:
+def on_two_ranks(*lines: str) -> str:
     """Run lines on both ranks, with a `fabric` and a `method`; return what rank 0 printed."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -160,7 +155,7 @@ def on_two_ranks(strategy: str, *lines: str) -> str:
         "from coda_prompt.data.stream import make_stream\n"
         "from coda_prompt.training.devices import Devices\n"
         "from coda_prompt.training.engine import Engine\n"
-        f"with Devices('cpu', 2, strategy='{strategy}').launch_processes() as fabric:\n"
+        "with Devices('cpu').connected() as fabric:\n"
         "    method = methods.make('coda-p', tiny_vit())\n"
         "    engine = Engine(AUGMENTED_VIEWS, fabric=fabric)\n"
         + "".join(f"    {line}\n" for line in lines)
@@ -168,21 +163,9 @@ def on_two_ranks(strategy: str, *lines: str) -> str:
     return run_ranks(2, program, str(Path(__file__).parent)).stdout
 
 
-def test_fsdp_shards_the_frozen_backbone() -> None:
-    printed = on_two_ranks(
-        "fsdp",
-        "whole = sum(p.numel() for p in method.backbone.blocks.parameters())",
-        "engine._move_to_device(method)",
-        "here = sum(p.to_local().numel() for p in method.backbone.blocks.parameters())",
-        "print(here / whole)",
-    )  # fmt: skip
-    assert 0.4 < float(printed) < 0.6
-
-
 def test_an_evaluation_counts_every_image_once() -> None:
     """Fewer images than processes, as many, and a number that cannot be shared out evenly."""
     printed = on_two_ranks(
-        "ddp",
         "method.begin_task(brief(method, new=2))",
         "original, seen = engine.queries.images_and_queries, []",
         "engine.queries.images_and_queries = "
@@ -216,20 +199,17 @@ def test_an_interrupted_training_on_two_ranks_resumes(
     kind: signal.Signals, tiny: Path, longer: Path, tmp_path: Path
 ) -> None:
     """All are asked to stop; or the second one is killed, which the first one has to notice."""
-    with started(*bench(tiny, tmp_path, *LONGER, "--devices", "2")) as process:
-        wait_for_checkpoint(tmp_path, process)
-        if kind == signal.SIGINT:
-            os.killpg(process.pid, kind)
-        else:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[0]), kind)
-        _, printed = process.communicate()
+    with started_ranks(2, CODA, *bench(tiny, tmp_path, *LONGER)) as (first, second):
+        wait_for_checkpoint(tmp_path, first)
+        for process in (first, second) if kind == signal.SIGINT else (second,):
+            os.kill(process.pid, kind)
+        _, printed = first.communicate()
         assert "Traceback" not in printed
         if kind == signal.SIGINT:
-            assert process.returncode == 130, printed
-            assert printed.count("Resume with: coda") == 1
+            assert first.returncode == 130, printed
+            assert (printed + second.communicate()[1]).count("Resume with: coda") == 1
         else:
-            assert process.returncode == 2, printed
+            assert first.returncode == 2, printed
             assert "run the same command again" in printed
     finished = run_ranks(2, CODA, *bench(tiny, tmp_path, *LONGER))
     assert finished.returncode == 0, finished.stderr
@@ -244,48 +224,23 @@ def test_an_error_on_any_rank_is_reported_once(tiny: Path, tmp_path: Path) -> No
         (data / "train" / "a" / f"{number}.png").write_bytes(b"no image")
     broken = tmp_path / "tiny.yaml"
     broken.write_text(fields.replace(str(tiny.parent / "data"), str(data)))
-    finished = run(*bench(broken, tmp_path / "out", "--devices", "2"))
-    assert finished.returncode == 2, finished.stderr
-    assert finished.stderr.count("none of the formats") == 1
-    assert "Traceback" not in finished.stderr
+    with started_ranks(2, CODA, *bench(broken, tmp_path / "out")) as ranks:
+        first, second = (rank.completed() for rank in ranks)
+    assert first.returncode == 2, first.stderr
+    assert (first.stderr + second.stderr).count("none of the formats") == 1
+    assert "Traceback" not in first.stderr + second.stderr
 
 
-def test_rank_0_reports_the_error_of_another_rank_while_busy(tmp_path: Path) -> None:
-    """It computes for long before it would meet the others again."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import time\n"
-        "from coda_prompt.errors import BadOption\n"
-        "from coda_prompt.training import devices\n"
-        "devices.GRACE_SECONDS = 1\n"
-        "with devices.Devices('cpu', 2).launch_processes() as fabric:\n"
-        "    if fabric.global_rank:\n"
-        "        raise BadOption('the test', 'image', 'this one is bad')\n"
-        "    time.sleep(60)\n"
-    )
-    finished = run_command(sys.executable, str(script))
-    assert finished.returncode == 2
-    assert finished.stderr.strip() == "coda: Option 'image' of the test: this one is bad."
-
-
-def test_impossible_device_options_are_refused(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_several_ranks_and_parallel_runs_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finished = run(*bench(tiny, tmp_path, "--devices", "2", "--jobs", "2"))
-    assert finished.returncode == 2
-    assert "one device each" in finished.stderr
-    with pytest.raises(BadOption, match="more than one device"):
-        Devices(strategy="fsdp")
-    finished = run(*bench(tiny, tmp_path / "spread", "--devices", "2", "--strategy", "fsdp"))
-    assert finished.returncode == 2
-    assert "upper-bound trains the backbone" in finished.stderr
-    assert not list(tmp_path.rglob("events.jsonl")), "nothing has begun"
+    assert not Devices().distributed
     for key, value in (("LOCAL_WORLD_SIZE", "2"), ("WORLD_SIZE", "4"), ("RANK", "0")):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     assert Devices().distributed
-    with pytest.raises(BadOption, match="3 requested, but 2 were started"):
-        Devices(devices=3).fabric()
+    with pytest.raises(BadOption, match="one device each"):
+        RunOptions("runs", jobs=2)
 
 
 @pytest.mark.parametrize(("by_srun", "several"), [(True, True), (False, False)])

@@ -335,10 +335,10 @@ def print_memory_and_traffic() -> None:
     """Print memory of a device, sizes of caches and bytes sent in a step."""
     print("Memory of a device, batch of 128 images on it, float32\n")
     table(
-        ["backbone", "weights", "of them with fsdp on 8", "activations", "with recompute"],
+        ["backbone", "weights", "activations", "with recompute"],
         [
-            [own.name, size(4 * own.parameters), size(4 * own.parameters / 8),
-             size(128 * own.saved), size(128 * 4 * own.tokens * own.width * (own.depth + 12))]
+            [own.name, size(4 * own.parameters), size(128 * own.saved),
+             size(128 * 4 * own.tokens * own.width * (own.depth + 12))]
             for own in LARGE_NETS
         ],
     )  # fmt: skip

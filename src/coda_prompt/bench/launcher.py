@@ -17,7 +17,7 @@ from coda_prompt.bench.runner import OnEvent, run_sequentially
 from coda_prompt.bench.runs import Run, write_json
 from coda_prompt.console import stderr_console
 from coda_prompt.errors import BadOption
-from coda_prompt.training.devices import Devices, check_shardable
+from coda_prompt.training.devices import Devices
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RunOptions:
     jobs: int = 1
     """Runs executed at the same time in parallel processes."""
     devices: Devices = field(default_factory=Devices)
-    """Devices that train each run together, if runs are executed one after another."""
+    """Device of each run; the ranks that torchrun or Slurm started train each run together."""
     cluster: Cluster | None = None
     """Ray cluster to execute the runs on."""
     tensorboard: bool = False
@@ -40,8 +40,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         concurrent = self.jobs > 1 or self.cluster is not None
         if self.devices.distributed and concurrent:
-            problem = "concurrent runs have one device each; use --devices or concurrent runs"
-            raise BadOption("coda bench", "devices", problem)
+            problem = "concurrent runs have one device each; leave out torchrun and srun"
+            raise BadOption("coda bench", "jobs", problem)
         if self.jobs > 1 and self.cluster is not None:
             problem = "a Ray cluster executes as many runs at a time as fit; remove --jobs"
             raise BadOption("coda bench", "jobs", problem)
@@ -65,9 +65,6 @@ def run_all(
         for run in runs
     ]
     unfinished = [run for run in runs if not run.is_finished()]
-    if options.devices.strategy == "fsdp":
-        for run in unfinished:
-            check_shardable(run.benchmark.entry_of(run.method).type, run.method)
     for path, benchmark in saved.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, benchmark.model_dump(mode="json"))
@@ -93,9 +90,9 @@ def _executor(
     elif options.devices.distributed:
         precision, *others = {run.benchmark.precision for run in runs} or {"32-true"}
         if others:
-            problem = "runs that differ in precision cannot share devices; leave --devices out"
-            raise BadOption("coda sweep", "devices", problem)
-        with dataclasses.replace(options.devices, precision=precision).launch_processes() as fabric:
+            problem = "runs on several ranks have one precision; leave out torchrun and srun"
+            raise BadOption("coda sweep", "precision", problem)
+        with dataclasses.replace(options.devices, precision=precision).connected() as fabric:
             yield lambda on_event: run_sequentially(runs, on_event, fabric)
     else:
         yield lambda on_event: run_sequentially(runs, on_event)

@@ -79,7 +79,7 @@ def execute(
         RunConfigChanged: Other rows of the same table were measured on other data or weights.
         FolderBusy: Another process is executing this run.
     """
-    fabric = fabric or Devices(run.device, precision=run.benchmark.precision).fabric()
+    fabric = fabric or Devices(run.device, run.benchmark.precision).fabric()
     writes = fabric.global_rank == 0
     job = _prepare(run, inputs, fabric)
     loggers = _tensorboard_loggers(run) if writes else []

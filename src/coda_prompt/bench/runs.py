@@ -83,7 +83,7 @@ class Run:
             "implementation": self.benchmark.method_of(self.method),
             "sweep": None if self.point is None else dataclasses.asdict(self.point),
             "options": as_json(dataclasses.asdict(options)),
-            "training": as_json(training.identity()),
+            "training": as_json(dataclasses.asdict(training)),
         }
 
     def is_finished(self) -> bool:

@@ -36,7 +36,7 @@ ALREADY_LEARNED = (
     "`coda learn my-model more-photos/ --check validation-photos/`; "
     "`coda learn my-model photos/ --backbone vit-b16-in21k --method coda-p --epochs 10`"
 )
-@options.with_options(devices=options.device_options, output=options.output_options)
+@options.with_options(output=options.output_options)
 def learn(
     model: options.Model,
     folder: options.Folder,
@@ -49,11 +49,11 @@ def learn(
     val: options.Validation = 0.2,
     check: options.Check = None,
     find_duplicates: options.FindDuplicates = None,
+    device: options.Device = "auto",
     precision: options.Precision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     *,
-    devices: "Devices",
     output: console.Output,
 ) -> None:
     """Learn classes from a folder of images; creates the model if it does not exist.
@@ -67,9 +67,9 @@ def learn(
     from coda_prompt.shutdown import ShutdownFlag
 
     options.check_order(model, folder)
-    devices = _with_precision(devices, precision, queries, fast=fast)
+    devices = _devices(device, precision, queries, fast=fast)
     stop = ShutdownFlag()
-    with devices.launch_processes() as fabric, contextlib.ExitStack() as stack:
+    with devices.connected() as fabric, contextlib.ExitStack() as stack:
         rank_zero = fabric.global_rank == 0
         if rank_zero:
             stack.enter_context(store.exclusive_writer(model))
@@ -315,17 +315,18 @@ def _print_lesson(
         output.message(f"this will take about {console.duration(seconds)}")
 
 
-def _with_precision(
-    devices: "Devices", precision: options.Precision, queries: options.Queries, *, fast: bool
+def _devices(
+    device: str, precision: options.Precision, queries: options.Queries, *, fast: bool
 ) -> "Devices":
-    """Return the devices with a precision, by default that of `--fast` if it is given."""
+    """Return the devices, by default with the precision of `--fast` if it is given."""
+    from coda_prompt.training.devices import Devices
     from coda_prompt.training.fast import fast_precision
 
     if fast and queries is not None:
         raise BadOption("coda learn", "queries", "--fast computes exact ones; leave it out")
     if fast and precision is None:
-        precision = fast_precision(devices.accelerator)
-    return dataclasses.replace(devices, precision=precision or "32-true")
+        precision = fast_precision(device)
+    return Devices(device, precision or "32-true")
 
 
 def _fast_views(

@@ -16,7 +16,6 @@ from coda_prompt.errors import BadOption
 if TYPE_CHECKING:
     from coda_prompt.bench.config import Override
     from coda_prompt.bench.launcher import RunOptions
-    from coda_prompt.training.devices import Devices
 
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
 
@@ -57,25 +56,6 @@ Quiet = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print the program's log.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-DeviceCount = Annotated[
-    int | None,
-    typer.Option(
-        "--devices",
-        min=1,
-        help="Devices per machine that train one model together (on a CPU: processes). "
-        "Default: as started by torchrun or Slurm, else 1.",
-    ),
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Machines that train one model together; start the same command on each."
-    ),
-]
-Strategy = Annotated[
-    Literal["auto", "ddp", "fsdp"],
-    typer.Option(help="ddp: every device has the whole backbone; fsdp: it is sharded."),
-]
 Precision = Annotated[
     Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] | None,
     typer.Option(help="Floating-point precision. Default: the preset's, else 32-true."),
@@ -284,18 +264,6 @@ def output_options(quiet: Quiet = False, verbose: Verbose = False) -> Output:
     return Output(quiet)
 
 
-def device_options(
-    device: Device = "auto",
-    devices: DeviceCount = None,
-    nodes: Nodes = None,
-    strategy: Strategy = "auto",
-) -> "Devices":
-    """Options of a training on one or several devices."""
-    from coda_prompt.training.devices import Devices
-
-    return Devices(device, devices, nodes, strategy)
-
-
 def override_options(
     trials: Trials = None,
     data: Data = None,
@@ -314,9 +282,6 @@ def run_options(
     out: Out = Path("runs"),
     jobs: Jobs = 1,
     device: Device = "auto",
-    devices: DeviceCount = None,
-    nodes: Nodes = None,
-    strategy: Strategy = "auto",
     executor: Executor = "local",
     address: ClusterAddress = None,
     cpus: Cpus = None,
@@ -327,15 +292,14 @@ def run_options(
     """Options shared by every command that runs benchmarks."""
     from coda_prompt.bench.launcher import RunOptions
     from coda_prompt.bench.ray_cluster import Cluster
+    from coda_prompt.training.devices import Devices
 
     values: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus}
     ray = {name: value for name, value in values.items() if value is not None}
     if ray and executor != "ray":
         raise BadOption("coda bench", next(iter(ray)), "add --executor ray, or leave it out")
     cluster = Cluster(**ray) if executor == "ray" else None
-    return RunOptions(
-        out, jobs, device_options(device, devices, nodes, strategy), cluster, tensorboard, keep
-    )
+    return RunOptions(out, jobs, Devices(device), cluster, tensorboard, keep)
 
 
 def with_options(

@@ -102,7 +102,7 @@ def open_checkpoints(
             "images": images.fingerprint,
             "names": images.names,
             "validation": validation,
-            "training": training.identity(),
+            "training": dataclasses.asdict(training),
             "method": [network.entry.name, dataclasses.asdict(network.method.config)],
             **({} if sha256 is None else {"method_file": sha256}),
             "backbone": network.fingerprint,

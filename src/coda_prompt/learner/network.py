@@ -198,7 +198,7 @@ class Network:
             method=self.entry.name,
             method_sha256=self.entry.sha256,
             options=as_json(dataclasses.asdict(self.method.config)),
-            training=as_json(self.training.identity()),
+            training=as_json(dataclasses.asdict(self.training)),
             backbone=store.BackboneRecord(
                 name=self.backbone_name,
                 fingerprint=self.fingerprint,

@@ -5,9 +5,7 @@ Only the class token is used in the end, so the last block computes nothing for 
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,8 +26,6 @@ from coda_prompt.model.half_blocks import (
     frozen_layers,
 )
 from coda_prompt.model.linear import Linear, full_precision
-
-log = logging.getLogger(__name__)
 
 Prefix = tuple[Tensor, Tensor]
 """Keys and values, each batch x rows x width (a batch of 1 serves every image)."""
@@ -470,15 +466,6 @@ class ViT(nn.Module):
             if isinstance(module, Linear):
                 module.weights(self.cls_token.device.type)
 
-    def compile_blocks(self) -> None:
-        """Compile the blocks when they are next used, if torch.compile works on this device."""
-        if self.blocks[0]._compiled_call_impl is not None:
-            return
-        if _compiler_works(self.cls_token.device):
-            torch._dynamo.config.suppress_errors = True  # a block that fails runs as it is
-            for block in self.blocks:
-                block.compile()
-
     @torch.no_grad()
     def start(self, images: Images, block: int = 0) -> StartedPass:
         """Run images without edits and gradients up to the projections of a block.
@@ -515,18 +502,6 @@ class ViT(nn.Module):
             digest.update(f"{name}{tuple(values.shape)}".encode())
             digest.update(values.numpy().data)
         return digest.hexdigest()
-
-
-@functools.cache
-def _compiler_works(device: torch.device) -> bool:
-    """Return whether torch.compile works on a device; if not, say why, once."""
-    try:
-        torch.compile(F.gelu)(torch.ones(1, device=device))
-    except (RuntimeError, ImportError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        log.warning("torch.compile does not work here (%s); blocks are not compiled", reason)
-        return False
-    return True
 
 
 def rotate(rows: Tensor, config: ViTConfig) -> Tensor:

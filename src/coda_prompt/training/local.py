@@ -74,7 +74,7 @@ def find_device(name: str, precision: PredictionPrecision | None = None) -> Fabr
     if EXTERNAL & os.environ.keys():
         from coda_prompt.training.devices import Devices
 
-        return Devices(name, precision=precision or "32-true").fabric()
+        return Devices(name, precision or "32-true").fabric()
     kind = _available()[0] if name == "auto" else name
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     return LocalDevice(device, precision)

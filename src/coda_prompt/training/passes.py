@@ -23,7 +23,7 @@ from coda_prompt.methods.sums import TaskSums
 from coda_prompt.model.vit import Images
 from coda_prompt.training.chunks import Chunks
 from coda_prompt.training.cores import Cores
-from coda_prompt.training.devices import Devices, Precision, Replicated, Sharded, any_rank
+from coda_prompt.training.devices import Devices, Precision, Replicated, any_rank
 from coda_prompt.training.loading import TEST_VIEW, Batch, Views, batches
 from coda_prompt.training.local import LocalDevice
 from coda_prompt.training.queries import Queries
@@ -81,8 +81,7 @@ class Passes:
         if self.fabric.world_size > 1:
             self.should_stop = any_rank(self.fabric, should_stop)
         self.pass_size = self.training.micro_batch or self.training.batch_size
-        memory = self.training.query_memory * 2**20
-        self.queries = Queries(self.training.queries, memory, self._query_table, self._in_any)
+        self.queries = Queries(self.training.queries, self._query_table)
 
     def evaluate(
         self, method: Method, samples: Samples, classes: Iterable[int]
@@ -286,8 +285,8 @@ class Passes:
     def _pass_over(self, samples: Samples, features_of: Method | None = None) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.
 
-        All processes get the same number of batches, some of them empty: with a sharded backbone
-        they communicate in every batch.
+        All processes get the same number of batches, some of them empty: they ask one another
+        before every batch whether to stop.
 
         Args:
             features_of: Images are not read, and have no pixels, if the features of this method
@@ -317,12 +316,6 @@ class Passes:
         reduced = self.fabric.all_reduce(tensor.to(self.fabric.device), reduce_op=operation)
         assert isinstance(reduced, Tensor)
         return reduced.to(tensor.device)
-
-    def _in_any(self, condition: bool) -> bool:
-        """Whether the condition is true in any process that must run the same passes."""
-        if not isinstance(self.fabric.strategy, Sharded):
-            return condition
-        return any_rank(self.fabric, lambda: condition)()
 
     def _move_to_device(self, method: Method) -> None:
         """Move the method to the device, after checking that the preprocessing fits it."""

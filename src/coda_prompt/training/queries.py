@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,12 +27,8 @@ class Queries:
     """
 
     mode: QueryMode
-    memory: int
-    """Bytes of queries to cache in memory; the rest goes to temporary files."""
     compute: Callable[[Method, Samples], Tensor]
     """Computes the queries of all samples, un-augmented and in order."""
-    in_any: Callable[[bool], bool]
-    """Whether a condition is true in any process that must run the same passes."""
     tables: dict[Samples, dict[tuple[nn.Module, int], QueryTable]] = field(default_factory=dict)
     """Cached queries of samples by backbone and view, and fixed features by method; remove those
     no longer needed."""
@@ -51,7 +45,7 @@ class Queries:
         if not method.needs_queries:
             return batch.images, None
         table = self.table_for(method, batch, samples, cache=cache)
-        if table is not None and not self.in_any(not table.filled[batch.positions].all()):
+        if table is not None and table.filled[batch.positions].all():
             return batch.images, table.rows(batch.positions, method)
         images: Images = batch.images
         if method.first_block is not None:
@@ -83,19 +77,18 @@ class Queries:
         """Return the features of test images, B x D, of a method whose features are fixed."""
         tables = self.tables.setdefault(samples, {})
         key: tuple[nn.Module, int] = (method, TEST_VIEW)
-        if self.in_any(key not in tables or not tables[key].filled[batch.positions].all()):
+        if key not in tables or not tables[key].filled[batch.positions].all():
             images, queries = self.images_and_queries(method, batch, samples, cache=False)
             features = method.features(images, queries)
             if key not in tables:
-                shape = len(samples), features.shape[1]
-                tables[key] = QueryTable(*shape, features.dtype, self._free_memory())
+                tables[key] = QueryTable(len(samples), features.shape[1], features.dtype)
             tables[key].write(batch.positions, features)
         return tables[key].rows(batch.positions, method)
 
     def has_features(self, method: Method, samples: Samples, positions: Sequence[int]) -> bool:
-        """Whether `features` needs no images at these positions, on any process."""
+        """Whether `features` needs no images at these positions."""
         table = self.tables.get(samples, {}).get((method, TEST_VIEW))
-        return not self.in_any(table is None or not table.filled[positions].all())
+        return table is not None and bool(table.filled[positions].all())
 
     def fill(self, method: Method, samples: Samples) -> None:
         """Cache the queries of all un-augmented images."""
@@ -111,32 +104,16 @@ class Queries:
             dtype = next(method.backbone.parameters()).dtype
             if self.mode == "cached" and not method.closed_form and dtype != torch.float64:
                 dtype = torch.float16
-            width = method.vit_config.width
-            tables[key] = QueryTable(len(samples), width, dtype, self._free_memory())
+            tables[key] = QueryTable(len(samples), method.vit_config.width, dtype)
         return tables[key]
-
-    def _free_memory(self) -> int:
-        """Return the bytes that are left of `memory`."""
-        return self.memory - sum(
-            table.memory for each in self.tables.values() for table in each.values()
-        )
 
 
 class QueryTable:
-    """One query per image, written as images are seen; a temporary file if memory is short."""
+    """One query per image, written as images are seen."""
 
     @torch.inference_mode(False)  # a table made in evaluation may be used in training
-    def __init__(self, images: int, width: int, dtype: torch.dtype, memory: int) -> None:
-        size = images * width * dtype.itemsize
-        self.memory = size if size <= memory else 0
-        """Bytes used of the given memory; 0 if the table is a file."""
-        if self.memory == size:
-            self._rows = torch.empty(images, width, dtype=dtype)
-        else:
-            self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            path = str(Path(self._folder.name) / "queries")
-            flat = torch.from_file(path, shared=True, size=images * width, dtype=dtype)
-            self._rows = flat.view(images, width)
+    def __init__(self, images: int, width: int, dtype: torch.dtype) -> None:
+        self._rows = torch.empty(images, width, dtype=dtype)
         self.filled = np.zeros(images, dtype=np.bool_)
 
     def write(self, positions: Sequence[int], queries: Tensor) -> None:

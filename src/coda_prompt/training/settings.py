@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,6 @@ class Training:
     views: int | None = Field(default=None, ge=1)
     """Number of augmented views per image; their queries are cached. Default: a new view every
     epoch."""
-    query_memory: int = Field(default=1024, ge=0)
-    """Megabytes of queries to cache in memory; the rest goes to temporary files."""
     recompute: bool = False
     """Recompute activations in the backward pass (gradient checkpointing): less memory, about a
     third more time."""
@@ -55,13 +53,6 @@ class Training:
     """Random seed of the trial: class order, splits, initialisation, shuffling and augmentation."""
     workers: int = Field(default=0, ge=0, le=256)
     """Number of processes that decode images, per training process."""
-    compile: bool = False
-    """Compile the blocks of the ViT with torch.compile. Where that fails, training goes on without
-    it."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return all settings that decide what is learned (apart from rounding)."""
-        return {name: value for name, value in asdict(self).items() if name != "compile"}
 
 
 @dataclass(frozen=True)

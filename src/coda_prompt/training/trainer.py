@@ -124,8 +124,6 @@ class Trainer(Passes):
         for network in method.modules():
             if isinstance(network, ViT):
                 network.recompute = self.training.recompute
-                if self.training.compile:
-                    network.compile_blocks()
         restored = None
         if run.checkpointer is not None:
             restored = run.checkpointer.restore_training(method, optimizer)
@@ -176,7 +174,7 @@ class Trainer(Passes):
             and method.frozen_backbone
             and stage.data in ("augmented", "plain")
             and training.micro_batch is None
-            and not (training.recompute or training.compile)
+            and not training.recompute
         )
         parts = parts_of(stage.batch_size or training.batch_size, method.vit_config)
         return min(torch.get_num_threads(), parts) if possible else 1
