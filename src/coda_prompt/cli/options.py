@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
 
 
-def _local_folder(name: str, option: str) -> Path:
-    """Return the path of a folder; an empty name would be the current folder."""
+def _local_folder(folder: str | Path, option: str) -> Path:
+    """Return the path of a folder, a default or a name; an empty one would be the current folder."""
+    name = str(folder)
     if not name.strip():
         raise BadOption("the command", option, "its name is empty; name a folder")
     if "://" in name:
