@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _local_folder(folder: str | Path, option: str) -> Path:
-    """Return the path of a folder, a default or a name; an empty one would be the current folder."""
+    """Return the path of a folder, of its name or a default; no name would be this folder."""
     name = str(folder)
     if not name.strip():
         raise BadOption("the command", option, "its name is empty; name a folder")
