@@ -3,13 +3,13 @@
 #
 #     benchmarks/streams.sh [OUT [KIND...]]    # run folders go to OUT, by default runs-streams
 #
-# By default the five kinds of docs/lab/streams.md: two hours on one core. Finished runs are not
+# By default the four kinds of docs/lab/streams.md: two hours on one core. Finished runs are not
 # repeated: the same command resumes. Other kinds: `coda bench --list`.
 set -eu
 cd "$(dirname "$0")/.."
 out=${1:-runs-streams}
 [ $# -gt 0 ] && shift
-kinds=${*:-domains few-shot online blurry budget}
+kinds=${*:-domains few-shot online blurry}
 for kind in $kinds; do
   coda bench "pocket-$kind" --out "$out"
 done
@@ -21,4 +21,3 @@ coda report "$out" -o "$out/report"
   sed -e '/^!\[/d' -e 's/^## /### /' -e 's/^# /## /' "$out/report/report.md"
 } > docs/lab/streams-tables.md
 cp "$out/report/pictures/pocket-online/anytime.png" docs/lab/streams-anytime.png
-cp "$out/report/pictures/pocket-budget/cost.png" docs/lab/streams-cost.png
