@@ -20,15 +20,9 @@ if TYPE_CHECKING:
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
 
 
-<<<<<<< Updated upstream
 def _local_folder(folder: str | Path, option: str) -> Path:
     """Return the path of a folder, of its name or a default; no name would be this folder."""
     name = str(folder)
-=======
-def _local_folder(named: str | Path, option: str) -> Path:
-    """Return the path of a folder; an empty name would be the current folder."""
-    name = str(named)  # Typer passes a default of another type too
->>>>>>> Stashed changes
     if not name.strip():
         raise BadOption("the command", option, "its name is empty; name a folder")
     if "://" in name:
