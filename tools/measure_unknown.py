@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.pocket import pocket_source
 from coda_prompt.learner.separation import auroc, false_positive_rate
-from coda_prompt.learner.typicality import PRIOR_WEIGHTS, WEIGHTS, Prior
+from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.methods.ridge import RandomRidge, RidgeConfig
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
@@ -109,24 +109,20 @@ def measure(
         own = torch.isin(labels, rows)
         ridge.grow(int(rows.max()) + 1, 0)
         ridge.fit(norm(train[0][own, :width].float()), labels[own], lesson)
-    plain = taught(train, width, None)
-    scorer, means = plain.scorer(), plain.moments.means()
-    full = scorer if prior is None else taught(train, prior.width, prior).scorer()
+    detector = taught(train, width if prior is None else prior.width, prior)
+    scorer, means = detector.scorer(), detector.moments.means()[:, :width]
 
     def scores(rows: Tensor) -> dict[str, Tensor]:
-        tokens = rows[:, :width]
+        tokens, used = rows[:, :width], rows[:, : detector.width]
         probability = torch.softmax(ridge(norm(tokens.float())).double() / 0.1, dim=1).amax(dim=1)
-        table = {
+        relative, distance = scorer.gaussians(used).T
+        return {
             "maximum probability": probability,
             "cosine": (F.normalize(tokens) @ F.normalize(means).T).amax(dim=1),
-            **dict(zip(WEIGHTS, scorer.measures(tokens).T, strict=True)),
+            "Mahalanobis distance": distance,
+            "relative Mahalanobis distance": relative,
+            "score": scorer.standardised(used),
         }
-        if prior is not None:
-            table["all six, without the prior"] = scorer.standardised(tokens)
-            measures = full.measures(rows[:, : full.plain.mean.shape[0]]).T
-            names = [f"{name}, prior" for name in PRIOR_WEIGHTS]
-            table |= dict(zip(names, measures, strict=True))
-        return {**table, "combined": full.standardised(rows[:, : full.plain.mean.shape[0]])}
 
     known, results = scores(test), {name: scores(rows) for name, rows in others.items()}
     table = {
@@ -134,7 +130,10 @@ def measure(
         for name, unknown in results.items()
     }
     first = next(iter(results.values()))
-    return table, false_positive_rate(known["combined"], first["combined"])
+    for name, rows in others.items():
+        rejected = float((scorer(rows) < 0.05).double().mean())
+        print(f"rejected at 5 %, {name}: {rejected:.1%}")
+    return table, false_positive_rate(known["score"], first["score"])
 
 
 def drawn(pool: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -225,11 +224,18 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=20, help="Draws for the rejected shares.")
     parser.add_argument("--choose", action="store_true", help="Use the classes set aside.")
     options = parser.parse_args()
+    random = np.random.RandomState(0)
     backbone = load_backbone(options.backbone or options.images)
     extra: dict[str, Tensor] = {}
+    noise = random.randint(0, 256, (200, 64, 64, 3)).astype(np.uint8)
+    resize = "squash" if options.images == "pocket" else "crop"
+    extra["noise"] = features_of(backbone, [Image.fromarray(each) for each in noise], resize)
     if options.images == "pocket":
         (images, test), set_aside, held = pocket(backbone), 40, HELD_DRAWINGS
         train = divided(images, held)[0]
+        drawings = [pocket_source().test.image(index) for index in range(0, 2000, 10)]
+        inverted = [ImageOps.invert(each) for each in drawings]
+        extra["inverted drawings"] = features_of(backbone, inverted, resize)
     else:
         images = photographs(backbone, options.data, "tiny-val", 120, 50)
         train, test = divided(images, HELD_PHOTOGRAPHS)

@@ -1,8 +1,7 @@
-"""How typical an image is of learned classes: measures, their combination and its calibration.
+"""How typical an image is of learned classes: the score of unknown images and its calibration.
 
-Mahalanobis distances, also relative to all images (Ren et al. 2021,
-https://arxiv.org/abs/2106.09022), and whitened cosine similarities to the class means, of features
-and of random features of them. docs/lab/unknown.md compares them.
+The relative Mahalanobis distance (Ren et al. 2021, https://arxiv.org/abs/2106.09022): from the
+nearest classes, less that from all images. docs/lab/unknown.md compares it with others.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from importlib import resources
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
 from coda_prompt.methods.moments import FeatureMoments
@@ -23,28 +21,9 @@ from coda_prompt.model.catalog import LoadedBackbone
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.tensors import decode_tensors
 
-HIDDEN = 256
-"""Random features; their second moments take 0.5 MB of a model."""
-WEIGHTS = {
-    "relative Mahalanobis distance": 1.0,
-    "whitened cosine": 1.0,
-    "relative Mahalanobis distance of random features": 1.0,
-    "whitened cosine of random features": 1.0,
-    "Mahalanobis distance": 0.25,
-    "Mahalanobis distance of random features": 0.25,
-}
-"""Weights of the standardised measures in the score. The last two have little to say about classes
-that resemble the learned ones; they recognise images far from all of them."""
-PRIOR_WEIGHTS = {
-    "relative Mahalanobis distance": 1.0,
-    "whitened cosine": 1.0,
-    "whitened cosine to the classes of the prior": -0.25,
-    "Mahalanobis distance": 1.0,
-}
-"""The same with a prior."""
 FAR = 6.0
-"""With a prior, the distance counts from here on, in standard deviations: it recognises images that
-are no drawings, and says little about others."""
+"""From here on, in standard deviations, the Mahalanobis distance itself counts: it recognises
+images that resemble nothing (noise, another kind of image), and says little about others."""
 PRIOR_IMAGES = 2400
 """Number of images that the prior counts as in means and covariances."""
 PRIOR_CLASSES = 5
@@ -108,7 +87,6 @@ class Gaussians(nn.Module):
     whitening: Tensor
     class_means: Tensor
     background: Tensor
-    prior_means: Tensor
 
     def __init__(self, moments: FeatureMoments, prior: Prior | None = None) -> None:
         super().__init__()
@@ -117,9 +95,8 @@ class Gaussians(nn.Module):
         mean = moments.sums.frozen.sum(dim=0) / max(1, count)
         (covariance, freedom), (total, _) = moments.covariance(), moments.total_covariance()
         self.means = moments.means()[seen]
-        prior_means = self.means[:0]
         if prior is not None:  # of so many images that nothing needs to be shrunk
-            own, prior_means = freedom / (freedom + PRIOR_IMAGES), prior.class_means
+            own = freedom / (freedom + PRIOR_IMAGES)
             mean = own * mean + (1 - own) * prior.mean
             covariance = own * covariance + (1 - own) * prior.covariance
             total = own * total + (1 - own) * prior.total
@@ -132,7 +109,6 @@ class Gaussians(nn.Module):
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
         self.register_buffer("class_means", (self.means - mean) @ whitening)
-        self.register_buffer("prior_means", (prior_means - mean) @ whitening)
         background = torch.zeros_like(covariance)
         if prior is not None or len(self.means) > 1:  # else its images are all images
             background = _inverse_transposed(torch.linalg.cholesky(total))
@@ -145,13 +121,8 @@ class Gaussians(nn.Module):
         noise = torch.randn(SAMPLES, len(self.mean), dtype=self.mean.dtype, generator=generator)
         return self.means[rows] + noise @ self.factor.T
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute measures, B each; all but the last are larger for typical images.
-
-        Returns:
-            Relative Mahalanobis distance, negated; whitened cosine; Mahalanobis distance, negated;
-            whitened cosine to the classes of the prior, 0 without one.
-        """
+    def forward(self, features: Tensor) -> Tensor:
+        """Compute the relative and the plain Mahalanobis distance, negated, B x 2."""
         centred = features - self.mean
         white = centred @ self.whitening
         distances = (
@@ -161,12 +132,7 @@ class Gaussians(nn.Module):
         )
         relative = torch.logsumexp(-distances / 2, dim=1)
         relative = relative + (centred @ self.background).square().sum(dim=1) / 2
-        directions = F.normalize(white)
-        cosine = (directions @ F.normalize(self.class_means).T).amax(dim=1)
-        other = torch.zeros_like(cosine)
-        if len(self.prior_means):
-            other = (directions @ F.normalize(self.prior_means).T).amax(dim=1)
-        return relative, cosine, -distances.amin(dim=1), other
+        return torch.stack([relative, -distances.amin(dim=1)], dim=1)
 
 
 class UnknownScorer(nn.Module):
@@ -174,13 +140,11 @@ class UnknownScorer(nn.Module):
 
     Args:
         moments: Statistics of the features.
-        hidden: Statistics of the random features; None with a prior.
         histogram: Histogram of the standardised scores of images of known classes.
         prior: Statistics of the images the backbone was trained on.
         like: Standardise scores as this scorer does.
     """
 
-    projection: Tensor
     center: Tensor
     spread: Tensor
     depth: Tensor
@@ -190,50 +154,33 @@ class UnknownScorer(nn.Module):
     def __init__(
         self,
         moments: FeatureMoments,
-        hidden: FeatureMoments | None,
         histogram: Tensor,
         prior: Prior | None = None,
         like: UnknownScorer | None = None,
     ) -> None:
         super().__init__()
-        self.plain = Gaussians(moments, prior)
-        self.random = None if hidden is None else Gaussians(hidden)
-        self.weights = list((WEIGHTS if prior is None else PRIOR_WEIGHTS).values())
-        projection = _projection(moments.sums.frozen.shape[1]) if like is None else like.projection
-        self.register_buffer("projection", projection)
+        self.gaussians = Gaussians(moments, prior)
         self.register_buffer("histogram", histogram.double())
         self.register_buffer("shares", _shares(self.histogram))
         if like is None:
-            sampled = self.measures(self.plain.sample_classes())
+            sampled = self.gaussians(self.gaussians.sample_classes())
             center, spread = sampled.mean(dim=0), sampled.std(dim=0).clamp(min=1e-12)
-        self.register_buffer("center", center if like is None else like.center)
-        self.register_buffer("spread", spread if like is None else like.spread)
-        classes = len(self.plain.means) + (0 if prior is None else PRIOR_CLASSES)
-        depth = torch.tensor((DEPTH_CLASSES / classes) ** DEPTH_EXPONENT, dtype=self.center.dtype)
-        self.register_buffer("depth", depth if like is None else like.depth)
-
-    def measures(self, features: Tensor) -> Tensor:
-        """Compute the measures of `WEIGHTS`, or of `PRIOR_WEIGHTS` with a prior, B x measures."""
-        relative, cosine, distance, other = self.plain(features)
-        if self.random is None:
-            return torch.stack([relative, cosine, other, distance], dim=1)
-        hidden = (features @ self.projection).abs()
-        random_relative, random_cosine, random_distance, _ = self.random(hidden)
-        measures = [relative, cosine, random_relative, random_cosine, distance, random_distance]
-        return torch.stack(measures, dim=1)
+            classes = len(self.gaussians.means) + (0 if prior is None else PRIOR_CLASSES)
+            depth = center.new_tensor((DEPTH_CLASSES / classes) ** DEPTH_EXPONENT)
+        else:
+            center, spread, depth = like.center, like.spread, like.depth
+        self.register_buffer("center", center)
+        self.register_buffer("spread", spread)
+        self.register_buffer("depth", depth)
 
     def standardised(self, features: Tensor) -> Tensor:
-        """Compute the scores, B: a weighted mean of the standardised measures.
+        """Compute the scores, B: the relative distance, and the distance of images beyond `FAR`.
 
         0 is the mean of samples of known classes. The scale depends on the number of classes, so
         that a score means the same in an earlier and in a later lesson.
         """
-        measures = (self.measures(features) - self.center) / self.spread
-        if self.random is None:
-            far = (measures[:, -1:] + FAR).clamp(max=0)
-            measures = torch.cat([measures[:, :-1], far], dim=1)
-        weights = measures.new_tensor(self.weights)
-        return measures @ (weights / weights.abs().sum()) / self.depth
+        relative, distance = ((self.gaussians(features) - self.center) / self.spread).T
+        return (relative + (distance + FAR).clamp(max=0)) / self.depth
 
     def typicality(self, scores: Tensor) -> Tensor:
         """Return the share of images of known classes whose score is below each of `scores`.
@@ -248,7 +195,7 @@ class UnknownScorer(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the typicality of images from `ViT.plain_tokens`, B."""
-        features = features[:, : len(self.projection)].to(self.projection.dtype)
+        features = features[:, : len(self.gaussians.mean)].to(self.gaussians.mean.dtype)
         return self.typicality(self.standardised(features))
 
     def can_reject(self, rate: float) -> bool:
@@ -287,20 +234,6 @@ def _shares(histogram: Tensor) -> Tensor:
 def images_needed(rate: float) -> int:
     """Return the minimum number of images to fit a rate of rejections."""
     return int(np.ceil(1 / rate)) - 1
-
-
-def random_features(features: Tensor) -> Tensor:
-    """Compute random features of features, N x HIDDEN.
-
-    Absolute values are never zero: a rectifier that is active for one image only would leave that
-    image's features in a row of the second moments.
-    """
-    return (features @ _projection(features.shape[1])).abs()
-
-
-def _projection(width: int) -> Tensor:
-    """Return random weights, which are the same everywhere: models can be merged."""
-    return torch.from_numpy(np.random.RandomState(0).standard_normal((width, HIDDEN)))
 
 
 def _inverse_transposed(factor: Tensor) -> Tensor:

@@ -1,10 +1,7 @@
 """Unknown images: how typical an image is of the learned classes, from running statistics.
 
-The score of an image combines measures that need only counts, sums and second moments of frozen
-features (class tokens before the final norm, which removes their length) and of random features of
-them: Mahalanobis distances, also relative to all images (Ren et al. 2021,
-https://arxiv.org/abs/2106.09022), and whitened cosine similarities to the class means.
-docs/lab/unknown.md compares them.
+The score of an image needs only counts, sums and second moments of frozen features (class tokens
+before the final norm, which removes their length).
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
@@ -25,14 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
-from coda_prompt.learner.typicality import (
-    BINS,
-    HIDDEN,
-    Prior,
-    UnknownScorer,
-    histogram_bins,
-    random_features,
-)
+from coda_prompt.learner.typicality import BINS, Prior, UnknownScorer, histogram_bins
 from coda_prompt.methods.additive import absorb_rows, drop_rows, unite_rows
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.moments import FeatureMoments
@@ -99,7 +89,6 @@ class UnknownDetector(nn.Module):
         super().__init__()
         self.width, self.prior = width, prior
         self.moments = FeatureMoments(width, removable=removable)
-        self.hidden = FeatureMoments(HIDDEN, removable=removable) if prior is None else None
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
         self.pending: list[tuple[Tensor, Tensor, int]] = []
@@ -133,7 +122,7 @@ class UnknownDetector(nn.Module):
 
     def scorer(self) -> UnknownScorer:
         """Return what computes the scores of images from the current statistics."""
-        return UnknownScorer(self.moments, self.hidden, self.histogram(), self.prior)
+        return UnknownScorer(self.moments, self.histogram(), self.prior)
 
     def histogram(self) -> Tensor:
         """Return the histogram of the scores of known images."""
@@ -158,7 +147,6 @@ class UnknownDetector(nn.Module):
             Whether the tensors fit the backbone and the number of classes.
         """
         state = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        state.pop("known_images.frozen", None)  # of an earlier version
         if state.keys() != self.state_dict().keys():
             return False
         for name, module in self.named_modules():
@@ -168,47 +156,36 @@ class UnknownDetector(nn.Module):
         if any(own[name].shape != tensor.shape for name, tensor in state.items()):
             return False
         self.load_state_dict(state)
-        consistent = all(part.is_consistent(classes) for part in self._parts())
-        return consistent and len(self.scores) == classes
+        return self.moments.is_consistent(classes) and len(self.scores) == classes
 
     # -- editing: see methods/additive.py
 
     def drop_classes(self, rows: Sequence[int]) -> None:
         self._add_pending()
-        for part in self._parts():
-            part.drop_classes(rows)
+        self.moments.drop_classes(rows)
         drop_rows([self.scores], rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
         self._add_pending()
-        for part in self._parts():
-            part.unite_classes(rows, into)
+        self.moments.unite_classes(rows, into)
         unite_rows([self.scores], rows, into)
 
     def absorb(self, other: UnknownDetector, rows: Sequence[int]) -> None:
         self._add_pending()
         other._add_pending()
-        for part, added in zip(self._parts(), other._parts(), strict=True):
-            part.absorb(added, rows)
+        self.moments.absorb(other.moments, rows)
         absorb_rows([self.scores], [other.scores], rows)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; their scores stay with the class they were taught as."""
         self._add_pending()
-        features = features[:, : self.width].cpu().double()
-        self.moments.move_images(features, source, labels)
-        if self.hidden is not None:
-            self.hidden.move_images(random_features(features), source, labels)
+        self.moments.move_images(features[:, : self.width].cpu().double(), source, labels)
 
     def grow(self, classes: int) -> None:
         """Add classes without images up to `classes`."""
         self._add_pending()
-        for part in self._parts():
-            part.grow(classes)
+        self.moments.grow(classes)
         self.scores.append(torch.zeros(classes - len(self.scores), BINS))
-
-    def _parts(self) -> list[FeatureMoments]:
-        return [self.moments] if self.hidden is None else [self.moments, self.hidden]
 
     # -- adding a lesson
 
@@ -227,16 +204,11 @@ class UnknownDetector(nn.Module):
         """
         self.grow(classes)
         self.moments.add(features, labels)
-        randoms = features[:, :0] if self.hidden is None else random_features(features)
-        if self.hidden is not None:
-            self.hidden.add(randoms, labels)
-        full = UnknownScorer(self.moments, self.hidden, self.histogram(), self.prior)
+        full = UnknownScorer(self.moments, self.histogram(), self.prior)
 
         def scores_without(left_out: Tensor, scored: Tensor) -> Tensor:
-            rest, hidden = _without(self.moments, features[left_out], labels[left_out]), None
-            if self.hidden is not None:
-                hidden = _without(self.hidden, randoms[left_out], labels[left_out])
-            scorer = UnknownScorer(rest, hidden, full.histogram, self.prior, like=full)
+            rest = _without(self.moments, features[left_out], labels[left_out])
+            scorer = UnknownScorer(rest, full.histogram, self.prior, like=full)
             return scorer.standardised(features[scored])
 
         folds, used = _folds(labels)
