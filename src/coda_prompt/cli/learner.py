@@ -77,7 +77,7 @@ def learn(
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
         images = labelled(folder, skip_bad=skip_bad)
-        checked = _open_checked(check, skip_bad)
+        checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_)
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
             _finish_saving(model, writes=rank_zero)
@@ -284,13 +284,6 @@ def _finish_saving(model: Path, *, writes: bool) -> None:
     typer.echo(ALREADY_LEARNED.format(shown), err=True)
 
 
-def _open_checked(folder: Path | None, skip_bad: bool) -> "Labelled | None":
-    """Open the images of older classes that are evaluated before and after."""
-    from coda_prompt.data.resolve import labelled
-
-    return None if folder is None else labelled(folder, part="test", skip_bad=skip_bad)
-
-
 def _print_lesson(
     classifier: "ContinualClassifier",
     images: "Labelled",
@@ -343,12 +336,6 @@ def _fast_views(
     return views
 
 
-def _new_and_continued(learned: "Learned") -> str:
-    """Return in one line which classes of a lesson are new."""
-    new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
-    return f"new: {new}; continued: {continued}"
-
-
 def _print_learned(
     learned: "Learned", classifier: "ContinualClassifier", model: Path, as_json: bool
 ) -> None:
@@ -361,7 +348,8 @@ def _print_learned(
         console.print_json(fields)
         sys.stdout.flush()
         return
-    lines = [_new_and_continued(learned)]
+    new, continued = (join_names(names, 6) or "none" for names in (learned.new, learned.continued))
+    lines = [f"new: {new}; continued: {continued}"]
     if learned.accuracy is not None:
         among_all, among_own = (
             share_of(each, learned.held_out) for each in (learned.accuracy, learned.accuracy_own)
