@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from reference_tables import table
 
 from coda_prompt import __version__
 from coda_prompt.learner import store
@@ -56,6 +55,13 @@ that a reader follows, except the backbone's own path, which the fingerprint che
 Current format: {format}. Formats 1 and 2 are read and written again as {format} by the next
 lesson.
 """
+
+
+def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a Markdown table; line breaks in cells become spaces."""
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
 
 
 def http_page() -> str:

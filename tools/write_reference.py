@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from reference_formats import http_page, model_format_page
-from reference_tables import table
+from reference_formats import http_page, model_format_page, table
 
 from coda_prompt.bench.config import read_fields, shipped
 from coda_prompt.cli import app
