@@ -184,6 +184,8 @@ def _print_evaluation(evaluation: "Evaluation", classifier: "ContinualClassifier
     if evaluation.images >= FEW_IMAGES:
         total += f"; expected calibration error {percent(evaluation.calibration_error)}"
     stdout.print(total)
+    for finding in evaluation.findings:
+        stdout.print(f"hint: {finding}")
     if (unknown := evaluation.unknown) is not None:
         stdout.print(
             f"{unknown.images} images of unknown classes: AUROC {unknown.auroc:.3f}; "

@@ -4,7 +4,7 @@ import csv
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,14 @@ from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
 
 if TYPE_CHECKING:
     from coda_prompt.learner.predictor import Prediction
+    from coda_prompt.learner.saving import SavedEstimator
 
 app = typer.Typer()
 
 Row = tuple[str, "Prediction"]
+
+MAX_SAMPLES, CHECKED_SIDE = 40, 128
+"""Images that are examined for their kind, and the pixels that suffice."""
 
 
 @app.command(
@@ -60,6 +64,8 @@ def predict(
     fabric = find_device(device, precision)
     classifier = SavedEstimator.load(model, backbone=backbone, method=method, fabric=fabric)
     paths = _find_images(images, skip_bad, output)
+    for finding in _kind_findings(classifier, paths):
+        console.print_message(f"hint: {finding}", style="yellow")
     with LearnerProgress(output.quiet) as progress:
         predictions = classifier.predictor.predict(
             paths,
@@ -103,6 +109,19 @@ def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> li
     if not paths:
         raise MissingData("coda predict", "there is no image to predict", "Name files or folders.")
     return paths
+
+
+def _kind_findings(classifier: "SavedEstimator", paths: list[str]) -> list[str]:
+    """Say whether some of the images are of another kind than those that were taught."""
+    from coda_prompt.data.inputs import as_image
+    from coda_prompt.data.kinds import is_drawing
+    from coda_prompt.learner.resemblance import kind_finding
+
+    drawings = []
+    for path in paths[:: -(-len(paths) // MAX_SAMPLES)]:
+        with suppress(BadImage):  # the prediction reports it
+            drawings.append(is_drawing(as_image(path, CHECKED_SIDE)))
+    return kind_finding(classifier.network.tasks, drawings)
 
 
 def _left_out(problem: BadImage) -> None:

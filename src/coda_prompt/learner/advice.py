@@ -12,6 +12,7 @@ from coda_prompt.data.resolve import Labelled, Sample
 from coda_prompt.data.sources import FileSplit
 from coda_prompt.errors import counted, join_names
 from coda_prompt.learner.network import Network
+from coda_prompt.learner.resemblance import kind_finding
 
 FEW_IMAGES = 5
 IMBALANCE = 10
@@ -87,6 +88,8 @@ def warnings(network: Network, images: Labelled, checked: Labelled | None = None
             f"{others} of {len(images.samples)} sampled images look like {kind}, but '{backbone}' "
             f"was trained on {trained_on}: for {kind} make a model with --backbone {suited}"
         )
+    else:
+        messages += kind_finding(network.tasks, (sample.drawing for sample in images.samples))
     if checked is not None and not set(checked.names) & set(known):
         messages.append("none of the classes to check is known yet: nothing to forget")
     return messages

@@ -304,7 +304,7 @@ def rewritten(tasks: Sequence[TaskRecord], names: Mapping[str, str | None]) -> l
         if len(images) < len(task.images):  # no longer the classes it was measured among
             changes["accuracy_own"] = None
         if None in names.values():  # nothing of a class that is left out remains
-            changes["files"] = None
+            changes["files"] = changes["drawings"] = None
         result.append(task.model_copy(update=changes))
     return result
 

@@ -16,6 +16,7 @@ from coda_prompt.learner import calibration
 from coda_prompt.learner.confusion import ConfusionMatrix
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import OnEvent
+from coda_prompt.learner.resemblance import kind_finding, typicality_finding
 from coda_prompt.learner.results import ClassAccuracy, Evaluation, TaskAccuracy
 from coda_prompt.learner.separation import separation
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
@@ -46,17 +47,18 @@ def evaluate(
     if not_learned:
         raise errors.NotLearned(not_learned if classes else [], classes)
     truth = rows(images.names, classes)[images.split.labels]
-    separated = None
-    if unknown is None:
-        logits = predictor.split_logits(images.split, on_event=on_event)
-    else:
+    if unknown is not None:
         predictor.check(UnknownRule(rate=unknown_rate))
+    measured = unknown is not None or predictor.missing_images(DEFAULT_RATE) == 0
+    table = predictor.split_logits(images.split, typicality=measured, on_event=on_event)
+    logits, known = table[:, : len(classes)], table[:, len(classes) :].flatten()
+    findings = kind_finding(network.tasks, (sample.drawing for sample in images.samples))
+    findings += typicality_finding(known, "images")
+    separated = None
+    if unknown is not None:
         others = MemorySplit(unknown, np.zeros(len(unknown), np.int64))
-        logits, known = predictor.split_logits(
-            images.split, typicality=True, on_event=on_event
-        ).tensor_split([len(classes)], dim=1)
-        strange = predictor.split_logits(others, typicality=True, on_event=on_event)
-        separated = separation(known[:, 0], strange[:, -1], unknown_rate)
+        scored = predictor.split_logits(others, typicality=True, on_event=on_event)
+        separated = separation(known, scored[:, -1], unknown_rate)
     matrix = ConfusionMatrix.count(truth, logits.argmax(dim=1), classes)
     tasks = []
     for number, task in enumerate(network.tasks, 1):
@@ -76,6 +78,7 @@ def evaluate(
         tasks=tuple(tasks),
         confusion=matrix,
         confused=matrix.confused(),
+        findings=tuple(findings),
         unknown=separated,
         left_out=tuple(str(problem) for problem in images.bad),
     )

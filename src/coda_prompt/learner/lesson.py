@@ -20,9 +20,10 @@ from coda_prompt.learner.advice import images_of_other_kind
 from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
 from coda_prompt.learner.hints import lesson_hints
 from coda_prompt.learner.network import Network
+from coda_prompt.learner.resemblance import typicality_finding
 from coda_prompt.learner.results import ClassAccuracy, Learned
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
-from coda_prompt.learner.unknown import UnknownDetector
+from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownDetector
 from coda_prompt.methods.options import make_config
 from coda_prompt.seeding import keyed_generator
 from coda_prompt.storage.files import as_json
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from coda_prompt.training.engine import Engine
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
-NOT_IDENTIFYING = {"watched", "files", "predictions"}
+NOT_IDENTIFYING = {"watched", "files", "predictions", "drawings"}
 """Fields of earlier lessons that do not influence a lesson; older versions did not record them."""
 
 
@@ -160,6 +161,10 @@ def teach(
         lambda at: images.name(positions[at]),
         suited=not images_of_other_kind(network, images),
     )
+    continued = labels < len(known)
+    if continued.any() and network.predictor.missing_images(DEFAULT_RATE) == 0:
+        typicality = network.predictor.scorer(tokens[0][continued].cpu())
+        hints += tuple(typicality_finding(typicality, "images of known classes"))
     if len(hashes.rows) if find_duplicates is None else find_duplicates:
         hashes, repeated = hashes.learned(images, names)
     # Assigned at the end: if anything above fails, the network is as before.
@@ -241,6 +246,7 @@ def make_record(
         calibration_error=error,
         temperature=temperature,
         fitted_on=fitted_on,
+        drawings=sum(sample.drawing for sample in images.samples) / len(images.samples),
         files=images.fingerprint if isinstance(images.split, FileSplit) else None,
         predictions=predictions,
     )

@@ -83,6 +83,8 @@ class Evaluation:
     """Images by true and by predicted class."""
     confused: tuple[Confusion, ...]
     """The most frequent confusions."""
+    findings: tuple[str, ...] = ()
+    """How the images differ from those that were taught."""
     unknown: Separation | None = None
     """How well images of unknown classes are recognised; None without such images."""
     left_out: tuple[str, ...] = ()

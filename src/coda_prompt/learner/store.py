@@ -101,6 +101,8 @@ class TaskRecord(FileSchema):
     """Number of images per class, held-out ones included."""
     held_out: int = Field(ge=0)
     """Number of held-out images."""
+    drawings: float | None = Field(None, ge=0, le=1)
+    """Share of drawings among sampled images; None if it is not known."""
     accuracy: float | None
     """Accuracy on held-out images among all classes; None if none were held out."""
     accuracy_own: float | None
