@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from reference_formats import http_page, model_format_page, table
 
-from coda_prompt.bench.config import read_fields, shipped
+from coda_prompt.bench.config import Benchmark, load_benchmark, read_fields, shipped
 from coda_prompt.cli import app
 from coda_prompt.methods import METHODS, describe
 from coda_prompt.methods.options import option_meanings
@@ -89,7 +89,8 @@ def _options() -> str:
     text = (
         "# Options of methods and training\n\n"
         "Set them with `--set methods.NAME.options.FIELD=VALUE` and `--set training.FIELD=VALUE` "
-        "in `coda bench`, or as keyword arguments of `ContinualClassifier`.\n\n## Training\n\n"
+        "in `coda bench`, or as keyword arguments of `ContinualClassifier`. There are "
+        f"{len(METHODS)} methods.\n\n## Training\n\n"
     )
     meanings = option_meanings(Training)
     defaults = dataclasses.asdict(Training())
@@ -118,14 +119,56 @@ def _options() -> str:
     return text
 
 
+PAPER = ("imagenet-r-10", "cifar-100-10", "domainnet-5")
+"""Presets of the paper's benchmarks; the others extend them."""
+SIZES = ("components", "pool", "top", "length", "general_length", "expert_length")
+
+
 def _presets() -> str:
     rows: list[tuple[str, ...]] = []
     for name in shipped("presets"):
         preset = read_fields(name, "benchmark", "presets")
         rows.append((f"`{name}`", preset.get("extends", ""), preset.get("description", "")))
-    return "# Benchmark presets\n\n`coda bench NAME`.\n\n" + table(
-        ("preset", "extends", "description"), rows
+    text = "# Benchmark presets\n\n`coda bench NAME`.\n\n"
+    return text + table(("preset", "extends", "description"), rows) + _resolved_settings()
+
+
+def _resolved_settings() -> str:
+    """Return what the methods of the paper's benchmarks train with."""
+    text = (
+        "\n## Settings of the paper's benchmarks\n\nLearning rate and epochs of each method in "
+        f"{', '.join(f'`{name}`' for name in PAPER)}, and the sizes of its prompts. With `--set "
+        "protocol=release-2022` they are those in brackets, where they differ.\n\n"
     )
+    plain = [load_benchmark(name) for name in PAPER]
+    released = [load_benchmark(name, ["protocol=release-2022"]) for name in PAPER]
+    rows = []
+    for name in plain[0].methods:
+        settings = [
+            _changed(_training(one, name), _training(other, name))
+            for one, other in zip(plain, released, strict=True)
+        ]
+        sizes = list(dict.fromkeys(_sizes(benchmark, name) for benchmark in plain))
+        rows.append((f"`{name}`", *settings, "; `domainnet-5`: ".join(sizes) or "-"))
+    return text + table(("method", *(f"`{name}`" for name in PAPER), "sizes"), rows)
+
+
+def _sizes(benchmark: Benchmark, name: str) -> str:
+    options = dataclasses.asdict(benchmark.method_config(name))
+    return ", ".join(f"{size} {options[size]}" for size in SIZES if size in options)
+
+
+def _training(benchmark: Benchmark, name: str) -> str:
+    method = benchmark.entry_of(name).type
+    if method.closed_form:
+        return "nothing trains"
+    training = benchmark.method_training(name, 0)
+    rate = training.learning_rate or method.learning_rate
+    return f"{rate:g}, {training.epochs} epochs"
+
+
+def _changed(value: str, released: str) -> str:
+    return value if value == released else f"{value} ({released})"
 
 
 if __name__ == "__main__":

@@ -375,9 +375,9 @@ def _settings(runs: Sequence[FinishedRun]) -> Table:
     for method, trials in by_method(runs).items():
         config = trials[0].config
         training = config["training"]
-        rate = training["learning_rate"]
-        settings = {**training, "learning_rate": "the method's" if rate is None else f"{rate:g}"}
         entry = METHODS.get(config["implementation"])  # a report does not load methods from files
+        rate = training["learning_rate"] or (entry and entry.type.learning_rate)
+        settings = {**training, "learning_rate": f"{rate:g}" if rate else "the method's"}
         if entry is not None and entry.type.closed_form:
             settings = dict.fromkeys(SETTINGS, DASH)
         elif entry is not None and not entry.type.needs_queries:
