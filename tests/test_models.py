@@ -578,14 +578,11 @@ def test_undo_ignores_a_previous_version_of_another_process(tmp_path: Path) -> N
     assert mine.classes_ == list(NAMES[:2])
 
 
-@pytest.mark.parametrize(
-    ("values", "finite"),
-    [((math.nan,), False), ((math.inf, -math.inf), False), ((1e308, 1e308), True)],
-)
-def test_numbers_are_refused_unless_they_are_finite(
-    values: tuple[float, ...], finite: bool, tmp_path: Path
+@pytest.mark.parametrize("values", [(math.nan,), (math.inf, -math.inf), (1e308, -1e308)])
+def test_numbers_are_refused_if_products_are_not_finite(
+    values: tuple[float, ...], tmp_path: Path
 ) -> None:
-    """Also if they cancel out in a sum; finite numbers with a sum that overflows are accepted."""
+    """Also if they cancel out in a sum."""
     taught(range(2), method="ncm").save(tmp_path)
     model = store.read_model(tmp_path)
     changed = {name: tensor.clone() for name, tensor in model.tensors.items()}
@@ -593,9 +590,6 @@ def test_numbers_are_refused_unless_they_are_finite(
     changed["sums.frozen"][0, : len(values)] = torch.tensor(values, dtype=torch.float64)
     content = store.encode_model(store.Model(model.description, changed))
     (tmp_path / store.MODEL).write_bytes(content)
-    if finite:
-        ContinualClassifier.load(tmp_path)
-        return
     with pytest.raises(CorruptFile, match="invalid values"):
         ContinualClassifier.load(tmp_path)
 
@@ -650,7 +644,7 @@ def test_checkpoints_are_removed_only_after_the_model_is_saved(
     assert_same(again, classifier)
 
 
-def test_backbone_file_is_found_from_another_working_directory(
+def test_the_path_of_a_backbone_is_recorded_and_has_to_be_named_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -664,4 +658,7 @@ def test_backbone_file_is_found_from_another_working_directory(
     assert backbone.name == "weights.safetensors"
     assert backbone.path == str(tmp_path / "weights.safetensors")
     monkeypatch.chdir("elsewhere")
-    assert ContinualClassifier.load(tmp_path / "model").classes_ == classifier.classes_
+    with pytest.raises(MissingData, match="--backbone PATH"):
+        ContinualClassifier.load(tmp_path / "model")
+    named = ContinualClassifier.load(tmp_path / "model", backbone="../weights.safetensors")
+    assert named.classes_ == classifier.classes_

@@ -11,11 +11,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from drawings import NAMES, drawings, taught
+from forging import forged
 from forked import PATIENCE
 from PIL import Image
 from serving import peak_memory, png, served, teach, wait_for_job
@@ -112,6 +114,72 @@ def test_refusals_are_short(route: str, body: object, client: httpx.Client) -> N
     answer = client.post(f"/v1/{route}", content=json.dumps(body).encode(), headers=JSON)
     assert answer.status_code in (400, 422), answer.text[:300]
     assert len(answer.content) < 2_000
+
+
+RECORD_ACCESS = """
+import os, sys
+def record(event, arguments):
+    if event == "socket.getaddrinfo" or (event == "open" and "named-backbone" in str(arguments[0])):
+        os.write(2, f"accessed: {arguments[0]}\\n".encode())
+sys.addaudithook(record)
+"""
+OTHER = "0" * 64
+"""Fingerprint of no backbone."""
+
+
+def test_an_uploaded_model_names_nothing_that_is_opened(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "named-backbone.safetensors").write_bytes(b"not a backbone")
+    paths = [str(tmp_path / f"{name}.safetensors") for name in ("named-backbone", "no-such-file")]
+    names = ("photo", "photo@14000", "vit-b16-in1k", *paths)
+    saved = (model / "model.safetensors").read_bytes()
+    with served(str(model), before=f"exec({RECORD_ACCESS!r}); ") as client:
+
+        def merge(**backbone: Any) -> tuple[int, str]:
+            content = forged(saved, lambda fields: fields["backbone"].update(backbone))
+            before = peak_memory(pid_of(client))
+            answer = client.post("/v1/merge", content=content)
+            assert peak_memory(pid_of(client)) - before < 2 * len(content) + 16 * MB
+            return answer.status_code, answer.json()["detail"]
+
+        assert merge()[0] == 409, "it has learned the same images"
+        for name in names:
+            status, detail = merge(name=name, fingerprint=OTHER)
+            assert (status, "differ in their backbone" in detail) == (409, True), detail
+        assert merge(path=paths[0]) == merge(path=paths[1]) == merge(name=paths[0]) == merge()
+        assert "accessed:" not in log_of(client)
+        assert client.get("/v1/classes").json()["classes"] == list(NAMES[:4])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.update(options={**fields["options"], "width": 20_000}),
+        lambda fields: fields.update(method="ranpac", options={"width": 20_000}),
+        lambda fields: fields.update(method="ft"),
+        lambda fields: fields["pixels"].update(size=14_000),
+        lambda fields: fields["training"].update(seed=2**70),
+    ],
+)
+def test_an_uploaded_model_of_other_options_is_refused(
+    change: Callable[[dict[str, Any]], object], model: Path, client: httpx.Client
+) -> None:
+    answer = client.post(
+        "/v1/merge", content=forged((model / "model.safetensors").read_bytes(), change)
+    )
+    assert answer.status_code == 409, answer.text
+    assert "the models differ in" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("shape", [[0, 2**40], [2**40, 0], [0, 2**63], [2**40], [-1], [0] * 100])
+def test_sizes_of_an_uploaded_model_are_checked(
+    shape: list[int], model: Path, client: httpx.Client
+) -> None:
+    saved = (model / "model.safetensors").read_bytes()
+    content = forged(saved, lambda fields: None, {"sums.frozen": shape})
+    before = peak_memory(pid_of(client))
+    answer = client.post("/v1/merge", content=content)
+    assert answer.status_code == 422, answer.text
+    assert peak_memory(pid_of(client)) - before < 2 * len(content) + 16 * MB
 
 
 def test_slow_body_is_refused(model: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import FastAPI
 
@@ -154,7 +155,8 @@ def _meaning(parameter: Mapping[str, Any]) -> str:
 def _annotation(annotation: Any) -> str:
     """Return a type as it is written in the code, without module names."""
     text = inspect.formatannotation(annotation)
-    return text.replace(f"{store.__name__}.", "").replace("typing.", "").replace(" | ", " or ")
+    text = text.replace(f"{store.__name__}.", "").replace("typing.", "").replace(" | ", " or ")
+    return re.sub(r"^Optional\[(.*)\]$", r"\1 or None", text)
 
 
 def model_format_page() -> str:
@@ -167,10 +169,10 @@ def model_format_page() -> str:
         store.WatchedAccuracy,
         store.EditRecord,
     ):
-        meanings = option_meanings(record)
+        meanings, types = option_meanings(record), get_type_hints(record)  # without limits
         rows = [
-            (f"`{name}`", f"`{_annotation(field.annotation)}`", meanings.get(name, ""))
-            for name, field in record.model_fields.items()
+            (f"`{name}`", f"`{_annotation(types[name])}`", meanings.get(name, ""))
+            for name in record.model_fields
         ]
         summary = inspect.cleandoc(record.__doc__ or "")
         text += f"\n## {record.__name__}\n\n{summary}\n\n"

@@ -228,6 +228,16 @@ class CorruptFile(CodaError):
         super().__init__(f"{path}: {problem}. {remedy or self.remedy}")
 
 
+class TooLong(CodaError):
+    """A description is so long that the file would be refused when it is read."""
+
+    def __init__(self, actual: int, most: int) -> None:
+        super().__init__(
+            f"The description of lessons and edits would have {actual:,} bytes, and a model of "
+            f"this size can have {most:,}. Learn further classes in a new model."
+        )
+
+
 class CorruptRun(CorruptFile):
     """A file in a run folder has unexpected content."""
 

@@ -230,9 +230,9 @@ def info(
         f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
     )
     made_on, pixels = description.backbone, description.pixels
-    origin = f", file {console.decode_file_name(made_on.path)}" if made_on.path else ""
-    if made_on.path and backbone is None and not Path(made_on.path).exists():
-        origin += " (not there: name it with --backbone when you use the model)"
+    origin = ""
+    if made_on.path:
+        origin = f", file {console.decode_file_name(made_on.path)} (name it with --backbone)"
     console.print_result(
         f"backbone {made_on.name}, for {input_kind(pixels['channels'])}s of {pixels['size']} px, "
         f"fingerprint {made_on.fingerprint[:16]}{origin}"

@@ -147,7 +147,8 @@ Backbone = Annotated[
 BackboneFile = Annotated[
     str | None,
     typer.Option(
-        "--backbone", help="NAME=PATH or PATH, if the file of the model's backbone has moved."
+        "--backbone",
+        help="The model's backbone: NAME=PATH or PATH if it is a file, NAME to download it.",
     ),
 ]
 Method = Annotated[

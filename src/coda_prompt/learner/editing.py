@@ -23,7 +23,8 @@ from coda_prompt.console import class_name
 from coda_prompt.data.stream import Samples
 from coda_prompt.learner import held_out, store, versions
 from coda_prompt.learner.duplicates import LearnedHashes, hash_images
-from coda_prompt.learner.store import FORMAT, EditRecord, Model, TaskRecord
+from coda_prompt.learner.network import check_values
+from coda_prompt.learner.store import FORMAT, Description, EditRecord, Model, TaskRecord
 from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import TaskBrief
@@ -225,6 +226,29 @@ def merge(classifiers: Sequence[Classifier], count_twice: bool = False) -> Class
     return joined
 
 
+def join_model(
+    classifier: EditableEstimator, model: Model, path: object, count_twice: bool = False
+) -> None:
+    """Add what an untrusted model has learned to a classifier; nothing that it names is opened.
+
+    Args:
+        classifier: What it is added to, as a new version.
+        model: The other model.
+        path: Its name in error messages.
+        count_twice: As in `join`.
+
+    Raises:
+        CannotEdit: As in `ContinualClassifier.merge`.
+        CorruptFile: The tensors do not fit the description.
+    """
+    check_mergeable(classifier, model.description)
+    other = copy.copy(classifier)
+    other._network, other._history = classifier.network.copied(), History()
+    other._network.set_state(model, path)
+    other._saved = model
+    join(classifier, [other], count_twice)
+
+
 def join(
     classifier: EditableEstimator, others: Sequence[EditableEstimator], count_twice: bool = False
 ) -> None:
@@ -239,7 +263,7 @@ def join(
         CannotEdit: As in `ContinualClassifier.merge`.
     """
     for other in others:
-        _check_mergeable(classifier, other)
+        check_mergeable(classifier, other._model().description)
     if not count_twice:
         _refuse_common_images([classifier, *others])
     previous, tasks = classifier._model(), list(classifier.network.tasks)
@@ -256,6 +280,9 @@ def join(
                 state.absorb(others_state, rows)
         edit = _edit(tasks, f"joined {1 + len(others)} models", [])
         classifier._replace(previous, tasks, edit)
+        check_values(classifier.network.tensors(), "The joined model")
+        if classifier.network.detector is not None:
+            classifier.network.detector.scorer()  # raises if its statistics contradict each other
 
 
 def known_name(classifier: EditableEstimator, text: str) -> str:
@@ -414,17 +441,21 @@ def _check_free(classifier: EditableEstimator, name: str, own: Sequence[str]) ->
         raise errors.CannotEdit(f"a class '{name}' already exists", remedy)
 
 
-def _check_mergeable(first: EditableEstimator, other: EditableEstimator) -> None:
-    """Refuse models whose sums are not of the same features."""
-    additive_states(first)
-    own_network, other_network = first.network, other.network
+def check_mergeable(classifier: EditableEstimator, other: Description) -> None:
+    """Check from its description alone that the sums of a model are of the same features.
+
+    Raises:
+        CannotEdit: They are not.
+    """
+    additive_states(classifier)
+    own = classifier._model().description
     pairs = {
-        "method": (own_network.entry.name, other_network.entry.name),
-        "method file": (own_network.entry.sha256, other_network.entry.sha256),
-        "backbone": (own_network.fingerprint[:16], other_network.fingerprint[:16]),
-        "preprocessing": (own_network.preprocessing(), other_network.preprocessing()),
-        "options": (own_network.method.config, other_network.method.config),
-        "seed": (own_network.training.seed, other_network.training.seed),
+        "method": (own.method, other.method),
+        "method file": (own.method_sha256, other.method_sha256),
+        "backbone": (own.backbone.fingerprint[:16], other.backbone.fingerprint[:16]),
+        "preprocessing": (own.pixels, other.pixels),
+        "options": (own.options, other.options),
+        "seed": (own.training.get("seed"), other.training.get("seed")),
     }
     for what, (mine, others) in pairs.items():
         if mine != others:
@@ -486,8 +517,10 @@ def _unchanged_on_error(classifier: EditableEstimator, previous: Model) -> Itera
     """Restore a version if the block raises."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         classifier.network.set_state(previous, "the version before")
+        if isinstance(error, LinAlgError):
+            raise errors.CannotEdit("the statistics of the model contradict each other") from error
         raise
 
 

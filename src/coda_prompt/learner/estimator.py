@@ -140,10 +140,11 @@ class Estimator:
             self._network = self._build("pocket" if self.backbone == AUTO else self.backbone)
         return self._network
 
-    def _build(self, backbone: str | LoadedBackbone) -> Network:
+    def _build(self, backbone: str | LoadedBackbone, stored_bytes: int | None = None) -> Network:
         """Load a backbone and make the method on it, with nothing learned."""
         fabric = self.fabric or find_device(self.device, self.precision)
-        return Network(backbone, self._entry, self.options or {}, self.training or {}, fabric)
+        options, training = self.options or {}, self.training or {}
+        return Network(backbone, self._entry, options, training, fabric, stored_bytes)
 
     @property
     def method_name(self) -> str:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 from coda_prompt import errors, methods
 from coda_prompt.learner.store import BackboneRecord, Description
-from coda_prompt.model.catalog import CATALOG, load_backbone, parse_backbone
+from coda_prompt.model.catalog import (
+    CATALOG,
+    LoadedBackbone,
+    load_backbone,
+    parse_backbone,
+)
 from coda_prompt.storage.files import file_sha256
 from coda_prompt.training.settings import Training
 
 AUTO = "auto"
 """The backbone that suits the images of the first lesson."""
 TRAINING_FIELDS = frozenset(field.name for field in dataclasses.fields(Training))
+MAX_IMAGE_SIZE = 1024
+"""Pixels a side up to which a model chooses the size: position embeddings grow with its square."""
+MAX_NAME_SHOWN = 80
+"""Characters of a file's name in a message."""
+MAX_OPTION = 2**31
+"""Largest number among a model's options."""
 _RESERVED = TRAINING_FIELDS | {"device", "fabric", "backbone", "method"}
 
 
@@ -24,7 +36,15 @@ def training_options(description: Description, path: object) -> dict[str, Any]:
     Raises:
         CorruptFile: Its options are not those of a method and a training.
     """
-    if not description.training.keys() <= TRAINING_FIELDS or _RESERVED & description.options.keys():
+    options = description.options
+    numbers = [
+        number
+        for value in options.values()
+        for number in (value if isinstance(value, list) else [value])
+        if isinstance(number, int | float)
+    ]
+    own = description.training.keys() <= TRAINING_FIELDS and not _RESERVED & options.keys()
+    if not own or not all(abs(number) <= MAX_OPTION for number in numbers):  # also if one is NaN
         raise errors.CorruptFile(path, "its options are not those of a method and a training")
     # The number of loader processes depends on the machine, not on the model.
     return {**description.training, "workers": 0}
@@ -33,25 +53,52 @@ def training_options(description: Description, path: object) -> dict[str, Any]:
 def resolve_backbone(made_with: BackboneRecord, named: str | None, folder: Path) -> str:
     """Return the backbone to load, after checking that the model may have been made with it.
 
-    Whether it was is decided by the fingerprint of what is loaded.
+    Whether it was is decided by the fingerprint of what is loaded. Models are not trusted: a path
+    in one is not opened, and only a backbone that a user names is downloaded, or of any size.
 
     Raises:
-        BadOption: The model was made with another backbone.
-        MissingData: The file of the backbone is not there.
+        BadOption: The model was made with another backbone, or with one of an unusual size.
+        MissingData: The model was made with a file, and none is named.
     """
-    known = made_with.name.partition("@")[0] in CATALOG
-    if named not in (None, AUTO, made_with.name):
+    parts = re.fullmatch("([^@=]+)(?:@([0-9]{1,5}))?", made_with.name)
+    known = parts[1] if parts and parts[1] in CATALOG else None
+    if known is not None and named == made_with.name:
+        return named
+    path = None
+    if named not in (None, AUTO):
         entry, _, path = parse_backbone(str(named))
-        if path is None or (entry is not None and entry.name != made_with.name.partition("@")[0]):
+        if path is None or (entry is not None and entry.name != known):
             problem = f"{folder} was made with {made_with.name}; make another model for {named}"
             raise errors.BadOption("the model", "backbone", problem)
-        return f"{made_with.name}={path}" if known else str(path)
-    if made_with.path is None or (not known and Path(made_with.name).exists()):
-        return made_with.name
-    if not Path(made_with.path).exists():
-        remedy = "Name it where it is now: --backbone PATH (backbone=... in Python)."
-        raise errors.MissingData(made_with.path, f"the backbone of {folder} is not there", remedy)
-    return f"{made_with.name}={made_with.path}" if known else made_with.path
+        if known is None:
+            return str(path)
+    elif known is None or made_with.path is not None:
+        file = Path(made_with.path or made_with.name).name[:MAX_NAME_SHOWN]
+        problem = f"it was made with a backbone from a file ({file}), which a model cannot open"
+        remedy = "Name the file with --backbone PATH (backbone=... in Python)."
+        raise errors.MissingData(folder, problem, remedy)
+    assert parts is not None
+    if int(parts[2] or 0) > MAX_IMAGE_SIZE:
+        problem = f"{folder} needs images of {parts[2]} px; if that is right, name {made_with.name}"
+        raise errors.BadOption("the model", "backbone", problem)
+    return made_with.name if path is None else f"{made_with.name}={path}"
+
+
+def load_named_backbone(
+    made_with: BackboneRecord, named: str | None, folder: Path
+) -> tuple[str, LoadedBackbone]:
+    """Load the backbone of a model; raises as `resolve_backbone` and `load_backbone`.
+
+    Args:
+        made_with: What the model says about it.
+        named: What the user says, with whose consent it may be downloaded.
+        folder: The model folder.
+
+    Returns:
+        The backbone as a user would write it, and what was loaded.
+    """
+    text = resolve_backbone(made_with, named, folder)
+    return text, load_backbone(text, download=named not in (None, AUTO))
 
 
 def check_backbone(made_with: BackboneRecord, named: str | None, folder: Path) -> None:
@@ -60,7 +107,7 @@ def check_backbone(made_with: BackboneRecord, named: str | None, folder: Path) -
     Raises:
         BackboneMismatch: It is not.
     """
-    fingerprint = load_backbone(resolve_backbone(made_with, named, folder)).vit.fingerprint()
+    fingerprint = load_named_backbone(made_with, named, folder)[1].vit.fingerprint()
     if fingerprint != made_with.fingerprint:
         raise errors.BackboneMismatch(folder, made_with.fingerprint, fingerprint)
 

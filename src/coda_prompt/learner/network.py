@@ -23,6 +23,7 @@ from coda_prompt.methods.additive import is_removable, removable_options
 from coda_prompt.methods.closedform import ClosedForm
 from coda_prompt.methods.options import make_config
 from coda_prompt.model.catalog import LoadedBackbone, load_backbone
+from coda_prompt.model.vit import ViT
 from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.storage.files import as_json
 from coda_prompt.training.loading import Views
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_PROJECTION = 2048
 """Random features of RanPAC in a model: limits its statistics to 8 MB for any backbone."""
+MAX_SUM, MAX_COUNT = 1e16, 2**40
+"""Largest numbers in a model: products of two sums are finite in float32, sums of counts exact."""
 POCKET_TRAINING = {"epochs": 10, "batch_size": 16, "learning_rate": 1e-2}
 PHOTO_TRAINING = {"micro_batch": 12}
 """Of `photo` on CPUs: larger passes are not faster there, and memory grows with them."""
@@ -49,9 +52,10 @@ class Network:
         options: Options of the method.
         training: Options of the training.
         fabric: The devices that share the work.
+        stored_bytes: Size of the learned state that will be loaded; None: nothing will be.
 
     Raises:
-        BadOption: An option has an unusable value.
+        BadOption: An option has an unusable value, or needs more memory than is stored.
         UnknownName: There is no such backbone or option.
     """
 
@@ -62,6 +66,7 @@ class Network:
         options: Mapping[str, Any],
         training: Mapping[str, Any],
         fabric: Fabric | LocalDevice,
+        stored_bytes: int | None = None,
     ) -> None:
         self.entry = entry
         self.backbone = load_backbone(backbone) if isinstance(backbone, str) else backbone
@@ -82,6 +87,8 @@ class Network:
             width = min(MAX_PROJECTION, 16 * self.backbone.vit.config.width)
             options = {"width": width, **options}
         config = make_config(entry.type.Config, entry.name, {**entry.options, **options})
+        if stored_bytes is not None and entry.sha256 is None:  # else its class is a user's own
+            _check_size(entry, self.backbone.vit, config, stored_bytes)
         self.method = entry.type(self.backbone.vit, config).to(fabric.device)
         self.method.name = entry.name
         self.method.eval()
@@ -235,12 +242,7 @@ class Network:
         Raises:
             CorruptFile: The tensors do not fit the description.
         """
-        for tensor in model.tensors.values():
-            negative_count = not tensor.is_floating_point() and bool((tensor < 0).any())
-            # If the sum is finite, all values are; it takes a tenth of the time.
-            finite = bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-            if negative_count or not finite:
-                raise errors.CorruptFile(path, "it has invalid values: negative counts, NaN or inf")
+        check_values(model.tensors, path)
         statistics = {name for name in model.tensors if name.startswith(PREFIX)}
         seen = {name for name in model.tensors if name.startswith(duplicates.PREFIX)}
         tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics - seen}
@@ -265,6 +267,31 @@ class Network:
         self.number, self.edits = model.number, list(model.description.edits)
         self.held_out_by_lesson = model.description.format < 3
         self.set_tasks(list(model.description.tasks), model.description.temperature)
+
+
+def check_values(tensors: Mapping[str, Tensor], path: object) -> None:
+    """Check that numbers of a model can be calculated with.
+
+    Raises:
+        CorruptFile: There are NaN, infinite, huge or, among counts, negative ones.
+    """
+    for tensor in tensors.values():
+        low, high = tensor.aminmax() if tensor.numel() else (0, 0)
+        least, most = (-MAX_SUM, MAX_SUM) if tensor.is_floating_point() else (0, MAX_COUNT)
+        if not (low >= least and high <= most):  # also if one of them is NaN
+            raise errors.CorruptFile(path, "it has invalid values: NaN, inf, huge or negative ones")
+
+
+def _check_size(entry: methods.Entry, vit: ViT, config: Any, stored_bytes: int) -> None:
+    """Refuse options with which a method is larger than its stored state, without allocating it.
+
+    Raises:
+        BadOption: It is larger.
+    """
+    with torch.device("meta"):
+        state = entry.type(vit, config).learned_state()
+    if sum(tensor.nbytes for tensor in state.values()) > stored_bytes:
+        raise errors.BadOption("the model", "options", "they need larger tensors than it has")
 
 
 def _as_recorded(views: Views, pixels: dict[str, Any]) -> Views:

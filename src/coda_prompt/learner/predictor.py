@@ -15,7 +15,7 @@ from torch import Tensor
 from coda_prompt.data.images import eval_view, required_min_side
 from coda_prompt.data.inputs import as_image
 from coda_prompt.data.sources import Split
-from coda_prompt.errors import BadImage, BadImages, BadOption
+from coda_prompt.errors import BadImage, BadImages, BadOption, CorruptFile
 from coda_prompt.learner.typicality import UnknownScorer
 from coda_prompt.learner.unknown import (
     EVERYTHING_KNOWN,
@@ -142,6 +142,9 @@ class Predictor:
         Args:
             images: C x H x W each.
             typicality: Append a column: how typical each image is of the learned classes.
+
+        Raises:
+            CorruptFile: The model has numbers that no lesson gives.
         """
         fabric, method = self.fabric, self.method
         own = slice(fabric.global_rank, None, fabric.world_size)
@@ -160,6 +163,8 @@ class Predictor:
             assert isinstance(reduced, Tensor)
             rows = reduced
         rows = rows.double().cpu()
+        if not rows.isfinite().all():
+            raise CorruptFile("The model", "its scores of an image are not finite")
         if not typicality:
             return rows
         logits, tokens = rows.tensor_split([method.classes_seen], dim=1)

@@ -178,20 +178,21 @@ class SavedEstimator(Estimator):
         """Return a classifier that has learned what is in a model, read from `folder`."""
         training = loading.training_options(model.description, folder)
         method = loading.resolve_method(model.description, method, folder)
-        loaded = backbone if isinstance(backbone, LoadedBackbone) else None
-        named = None if isinstance(backbone, LoadedBackbone) else backbone
-        resolved = loading.resolve_backbone(model.description.backbone, named, folder)
+        made_with = model.description.backbone
+        if isinstance(backbone, LoadedBackbone):
+            text, loaded = made_with.name, backbone
+        else:
+            text, loaded = loading.load_named_backbone(made_with, backbone, folder)
         classifier = cls(
-            resolved,
+            text,
             method,
             options=model.description.options,
             training=training,
             **options,
         )
-        if loaded is not None:
-            classifier._network = classifier._build(loaded)
-        network = classifier.network
-        network.backbone_name = model.description.backbone.name
+        stored_bytes = sum(tensor.nbytes for tensor in model.tensors.values())
+        network = classifier._network = classifier._build(loaded, stored_bytes)
+        network.backbone_name = made_with.name
         network.check_backbone(model.description, folder)
         network.set_state(model, folder)
         classifier._saved = model

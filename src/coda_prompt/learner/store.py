@@ -22,9 +22,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from coda_prompt.console import class_name
 from coda_prompt.errors import CorruptFile, FolderBusy, MissingData, NothingToUndo
@@ -60,10 +60,15 @@ FOLDERS = {versions.FOLDER, PROGRESS}
 """All that is ever read, written or deleted in a model folder, besides files in these folders."""
 
 
+Count = Annotated[int, Field(ge=0, le=10**12)]
+Text = Annotated[str, Field(max_length=4096)]
+"""Anything but class names and what mentions them."""
+
+
 class WatchedAccuracy(FileSchema):
     """Accuracy of older classes before and after a lesson, on watched images."""
 
-    classes: int = Field(ge=1)
+    classes: Count
     """Number of older classes with watched images."""
     images: int = Field(0, ge=0)
     """Number of watched images; 0 in models of earlier versions."""
@@ -76,9 +81,9 @@ class WatchedAccuracy(FileSchema):
 class EditRecord(FileSchema):
     """A change of what was taught."""
 
-    date: str
+    date: Text
     """Time of the edit, UTC."""
-    after_lesson: int = Field(ge=0)
+    after_lesson: Count
     """Number of lessons before the edit."""
     what: str
     """The edit in words."""
@@ -91,15 +96,15 @@ class EditRecord(FileSchema):
 class TaskRecord(FileSchema):
     """The outcome of one lesson."""
 
-    date: str
+    date: Text
     """Time of the lesson, UTC."""
     new: list[str]
     """New classes, in the order of their rows."""
     continued: list[str]
     """Known classes that got more images."""
-    images: dict[str, int]
+    images: dict[str, Count]
     """Number of images per class, held-out ones included."""
-    held_out: int = Field(ge=0)
+    held_out: Count
     """Number of held-out images."""
     drawings: float | None = Field(None, ge=0, le=1)
     """Share of drawings among sampled images; None if it is not known."""
@@ -111,26 +116,26 @@ class TaskRecord(FileSchema):
     """Expected calibration error on held-out images."""
     temperature: float = Field(ge=1e-6, le=1e6)
     """Temperature fitted on the held-out images of this lesson."""
-    fitted_on: int = Field(ge=0, le=10**12)
+    fitted_on: Count
     """Number of held-out images the temperature was fitted on."""
     watched: WatchedAccuracy | None = None
     """What the lesson cost the older classes; None if no image was watched."""
-    files: str | None = None
+    files: Text | None = None
     """Hash of the names, sizes and labels of the files; None if they were no files."""
-    predictions: dict[str, dict[str, int]] = Field(default_factory=dict)
+    predictions: dict[str, dict[str, Count]] = Field(default_factory=dict)
     """Held-out images by correct and by predicted class, right after the lesson."""
 
 
 class BackboneRecord(FileSchema):
     """The backbone a model was learned on."""
 
-    name: str
+    name: Text
     """Name in the catalogue, or of the file."""
-    fingerprint: str
+    fingerprint: Text
     """SHA-256 of its weights in float32."""
-    revision: str | None
+    revision: Text | None
     """Commit on the hub; None if it was not downloaded."""
-    path: str | None = None
+    path: Text | None = None
     """Absolute path of the file; None if it was embedded or downloaded."""
 
 
@@ -139,11 +144,11 @@ class Description(FileSchema):
 
     format: int = Field(ge=1, le=FORMAT)
     """Version of this format."""
-    coda_prompt: str
+    coda_prompt: Text
     """Version of coda-prompt that wrote it."""
-    method: str
+    method: Text
     """Name of the method; of one that is not part of coda-prompt, the name of its class."""
-    method_sha256: str | None = None
+    method_sha256: Text | None = None
     """Hash of the file that has the class; the file itself is never stored."""
     options: dict[str, Any]
     """Options of the method."""
@@ -159,9 +164,9 @@ class Description(FileSchema):
     """The lessons."""
     temperature: float = Field(ge=1e-6, le=1e6)
     """Temperature of the probabilities, combined from all lessons."""
-    number: int | None = Field(default=None, ge=0)
+    number: Count | None = None
     """Number of the version; None until format 2."""
-    parent: int | None = Field(default=None, ge=0)
+    parent: Count | None = None
     """Number of the version this one was made from."""
     edits: list[EditRecord] = Field(default_factory=list)
     """The edits in order."""
@@ -170,6 +175,13 @@ class Description(FileSchema):
     def number_or_lessons(self) -> int:
         """Number of the version; until format 2, the number of lessons."""
         return len(self.tasks) if self.number is None else self.number
+
+    @field_validator("pixels")
+    @classmethod
+    def _states_the_input(cls, pixels: dict[str, Any]) -> dict[str, Any]:
+        if not all(type(pixels.get(name)) is int for name in ("size", "channels")):
+            raise ValueError("they have no size and number of channels")
+        return pixels
 
     @model_validator(mode="after")
     def _classes_match_tasks(self) -> Description:
@@ -232,10 +244,13 @@ def _validated(fields: dict[str, Any] | None, path: object) -> Description:
         raise CorruptFile(path, "is not a model of coda-prompt")
     try:  # as JSON, whose strict types are those of the file
         return Description.model_validate_json(json.dumps(fields))
+    except RecursionError as error:
+        raise CorruptFile(path, "its description cannot be read") from error
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "it"
-        problem = f"its description is invalid: {field}: {first['msg']}"
+        reason = first["msg"].removeprefix("Value error, ")
+        problem = f"its description is invalid: {field}: {reason}"
         raise CorruptFile(path, problem) from error
 
 

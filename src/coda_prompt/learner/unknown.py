@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
-from coda_prompt.errors import BadOption
+from coda_prompt.errors import BadOption, CorruptFile
 from coda_prompt.learner.typicality import BINS, Prior, UnknownScorer, histogram_bins
 from coda_prompt.methods.additive import absorb_rows, drop_rows, unite_rows
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.moments import FeatureMoments
 
+CONTRADICTION = "its statistics of unknown images contradict each other"
 PREFIX = "unknown."
 """Begins the names of the detector's tensors in a model."""
 DEFAULT_RATE = 0.05
@@ -121,8 +123,19 @@ class UnknownDetector(nn.Module):
         return self.moments
 
     def scorer(self) -> UnknownScorer:
-        """Return what computes the scores of images from the current statistics."""
-        return UnknownScorer(self.moments, self.histogram(), self.prior)
+        """Return what computes the scores of images from the current statistics.
+
+        Raises:
+            CorruptFile: They contradict each other.
+        """
+        histogram = self.histogram()
+        try:
+            scorer = UnknownScorer(self.moments, histogram, self.prior)
+        except LinAlgError as error:
+            raise CorruptFile("The model", CONTRADICTION) from error
+        if not (scorer.center.isfinite().all() and scorer.spread.isfinite().all()):
+            raise CorruptFile("The model", CONTRADICTION)
+        return scorer
 
     def histogram(self) -> Tensor:
         """Return the histogram of the scores of known images."""
@@ -156,7 +169,8 @@ class UnknownDetector(nn.Module):
         if any(own[name].shape != tensor.shape for name, tensor in state.items()):
             return False
         self.load_state_dict(state)
-        return self.moments.is_consistent(classes) and len(self.scores) == classes
+        taught = not classes or bool(self.moments.counts.frozen.any())
+        return taught and self.moments.is_consistent(classes) and len(self.scores) == classes
 
     # -- editing: see methods/additive.py
 

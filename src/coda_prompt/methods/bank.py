@@ -91,9 +91,17 @@ class Bank(nn.Module):
 
     def resize(self, like: Tensor) -> bool:
         """Make `frozen` as long as a tensor about to be loaded; False if that cannot fit."""
-        shape = list(self.frozen.shape)
-        if like.dim() != len(shape) or like.is_floating_point() != self.frozen.is_floating_point():
+        if like.dim() != self.frozen.dim() or not is_loadable(like, self.frozen):
             return False
+        shape = list(self.frozen.shape)
         shape[self.axis] = like.shape[self.axis]
+        if shape != list(like.shape):
+            return False
         self.frozen = self.frozen.new_zeros(shape)
-        return shape == list(like.shape)
+        return True
+
+
+def is_loadable(stored: Tensor, own: Tensor) -> bool:
+    """Whether a tensor from a file has the type of an own one, or one nearly as large."""
+    same_kind = stored.is_floating_point() == own.is_floating_point()
+    return same_kind and 2 * stored.element_size() >= own.element_size()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption, CorruptFile, InvalidLabels, UnfinishedTask
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.bank import Bank, is_loadable
 from coda_prompt.methods.head import Head
 from coda_prompt.methods.options import STRICT, check_prompts
 from coda_prompt.methods.stages import Stage, TrainingBatch
@@ -311,8 +311,7 @@ class Method(nn.Module):
             fits = (
                 banks[name].resize(tensor)
                 if name in banks
-                else tensor.shape == own[name].shape
-                and tensor.is_floating_point() == own[name].is_floating_point()
+                else tensor.shape == own[name].shape and is_loadable(tensor, own[name])
             )
             if not fits:
                 raise self._misfit(f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}")

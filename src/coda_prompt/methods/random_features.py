@@ -105,7 +105,8 @@ class RandomFeatureMethod(Method):
 
     def _is_consistent(self) -> bool:
         rows = {len(bank) for bank in self.statistics.class_banks}
-        return super()._is_consistent() and rows == {self.classes_seen}
+        is_seed = 0 <= int(self.statistics.seed) < 2**32
+        return super()._is_consistent() and is_seed and rows == {self.classes_seen}
 
 
 def default_projected(width: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from types import MappingProxyType
 import torch
 
 from coda_prompt.errors import BadOption, UnknownName
-from coda_prompt.model import download
+from coda_prompt.model.download import fetch
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.model.weights import (
     convert_checkpoint,
@@ -194,7 +195,7 @@ def parse_backbone(text: str) -> tuple[Backbone | None, int | None, Path | None]
         if misnamed or not _looks_like_path(text):
             raise UnknownName("backbone", name, CATALOG)
         return None, None, Path(text)
-    if (at and not size.isdecimal()) or (equals and not path):
+    if (at and not re.fullmatch("[0-9]{1,5}", size)) or (equals and not path):
         problem = f"'{text}' is none of NAME, NAME@SIZE, NAME=PATH and PATH"
         raise BadOption("the backbone", "name", problem)
     return CATALOG[name], int(size) if at else None, Path(path) if equals else None
@@ -205,6 +206,7 @@ def load_backbone(
     *,
     cache: Path | None = None,
     endpoint: str | None = None,
+    download: bool = True,
 ) -> LoadedBackbone:
     """Load a frozen backbone by name, from a local file, or both.
 
@@ -215,11 +217,13 @@ def load_backbone(
         text: `NAME`, `NAME@SIZE` (pixels; positions are resampled), `NAME=PATH` or `PATH`.
         cache: Folder of the hub's cache; by default that of huggingface_hub.
         endpoint: URL of the hub; by default that of huggingface_hub.
+        download: Whether weights may be downloaded that are not in the cache.
 
     Raises:
         BadOption: The size does not fit the patches.
         UnknownName: There is no such backbone.
         BackboneUnavailable: The weights cannot be downloaded.
+        MissingData: They would have to be downloaded without `download`.
         WeightsMismatch: A file does not have the tensors of the named backbone.
 
     Example:
@@ -234,9 +238,10 @@ def load_backbone(
             config, preprocessing, recognised = _describe(path, backbone)
             name = name if backbone else recognised or text
         elif backbone is not None and backbone.repository is not None:
-            path, pin = download.fetch(
-                backbone.name, backbone.repository, backbone.file, cache=cache, endpoint=endpoint
-            )
+            path, pin = fetch(
+                *(backbone.name, backbone.repository, backbone.file),
+                cache=cache, endpoint=endpoint, download=download,
+            )  # fmt: skip
             config, preprocessing = _architecture(backbone)
         else:
             assert backbone is not None

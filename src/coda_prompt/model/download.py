@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from coda_prompt.errors import BackboneUnavailable, CorruptFile, HashMismatch
+from coda_prompt.errors import BackboneUnavailable, CorruptFile, HashMismatch, MissingData
 from coda_prompt.storage.files import file_sha256, write_atomically
 from coda_prompt.storage.hub import request_metadata
 
@@ -31,9 +31,17 @@ class Pin:
 
 
 def fetch(
-    name: str, repository: str, file: str, *, cache: Path | None, endpoint: str | None
+    name: str,
+    repository: str,
+    file: str,
+    *,
+    cache: Path | None,
+    endpoint: str | None,
+    download: bool = True,
 ) -> tuple[Path, Pin]:
     """Download a file of the hub unless it is cached, and check it.
+
+    Without `download`, it has to be cached.
 
     Returns:
         Its local path, and the version that is pinned.
@@ -41,14 +49,23 @@ def fetch(
     Raises:
         BackboneUnavailable: it is not cached and cannot be downloaded.
         HashMismatch: the download is damaged, or differs from the pinned version.
+        MissingData: it is not cached, and `download` is false.
     """
-    from huggingface_hub import constants
+    from huggingface_hub import constants, try_to_load_from_cache
 
     cache = Path(constants.HF_HUB_CACHE if cache is None else cache).expanduser().resolve()
     pins_file, key = cache / PINS_FILE, f"{repository}/{file}"
     repository_folder = cache / f"models--{repository.replace('/', '--')}"
     pinned = _read_pins(pins_file).get(key)
-    path = _download(name, repository, file, pinned, pins_file, repository_folder, endpoint)
+    revision = pinned.revision if pinned else None
+    cached = try_to_load_from_cache(repository, file, cache, revision)
+    if isinstance(cached, str):
+        path = Path(cached)
+    elif download:
+        path = _download(name, repository, file, revision, pins_file, repository_folder, endpoint)
+    else:
+        problem = "the weights of this backbone are not on this machine"
+        raise MissingData(name, problem, f"Download them with --backbone {name}.")
     # The path is <repository_folder>/snapshots/<commit>/<file>.
     actual = Pin(path.relative_to(repository_folder / "snapshots").parts[0], file_sha256(path))
     declared = _declared_sha256(path)
@@ -70,20 +87,17 @@ def _download(
     name: str,
     repository: str,
     file: str,
-    pinned: Pin | None,
+    revision: str | None,
     pins_file: Path,
     repository_folder: Path,
     endpoint: str | None,
 ) -> Path:
-    from huggingface_hub import hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, hf_hub_url
     from huggingface_hub.errors import RevisionNotFoundError
 
-    revision, cache = pinned.revision if pinned else None, repository_folder.parent
+    cache = repository_folder.parent
     url = hf_hub_url(repository, file, revision=revision, endpoint=endpoint)
     try:
-        cached = try_to_load_from_cache(repository, file, cache, revision)
-        if isinstance(cached, str):
-            return Path(cached)
         request_metadata(url)
         return Path(
             hf_hub_download(repository, file, revision=revision, cache_dir=cache, endpoint=endpoint)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -120,19 +119,17 @@ async def merge(
     ] = False,
 ) -> dict[str, Any]:
     """Join another model into this one: the body is its `model.safetensors`."""
-    content = await request.body()
+    content, name = await request.body(), "The uploaded model"
     try:
-        store.decode_model(content, "The uploaded model")
+        model = await asyncio.to_thread(store.decode_model, content, name)
+        editing.check_mergeable(service.current.classifier, model.description)
+
+        def change(classifier: ContinualClassifier) -> None:
+            editing.join_model(classifier, model, name, count_twice)
+
+        return await _edit(service, change)
     except CorruptFile as error:
         raise RequestError(422, str(error)) from error
-
-    def change(classifier: ContinualClassifier) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / store.MODEL).write_bytes(content)
-            other = ContinualClassifier.load(folder, **service.options)
-        editing.join(classifier, [other], count_twice)
-
-    return await _edit(service, change)
 
 
 @api.post("/undo", response_model=schemas.Classes)

@@ -1,12 +1,15 @@
 """Headers of checked tensor files, read and verified without torch.
 
-The format is described in `storage/tensors.py`.
+The format is described in `storage/tensors.py`. Files are not trusted: sizes in a header are
+compared with the length of the file before anything of that size is allocated.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,20 @@ from typing import Any
 from coda_prompt.errors import CorruptFile
 from coda_prompt.storage.files import open_regular
 
-MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES, MAX_HEADER_SHARE = 2**19, 8
+"""A header has at most so many bytes and one such part of the file: parsed, it takes many times its
+length."""
+MAX_CONTAINERS, MIN_CONTAINER_BYTES = 1000, 12
+"""A header has at most so many lists and objects, and one more for each so many of its bytes."""
+MAX_AXES, MAX_AXIS = 8, 2**31
+"""Of a tensor. Those without elements may have axes of any length, and need no bytes in a file."""
 DESCRIPTION, SHA256 = "description", "sha256"
 _TYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
-    **{"BOOL": "bool", "C64": "complex64"},
+    **{"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2)},
+    **{"I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1)},
+    **{"U8": ("uint8", 1), "BOOL": ("bool", 1)},
 }
-"""Name of each type of a safetensors file in torch."""
+"""Name of each type of a safetensors file in torch, and its bytes."""
 
 Values = tuple[str, str, tuple[int, ...], bytes | memoryview]
 """Name, type in torch, shape and bytes of a tensor."""
@@ -44,6 +53,7 @@ def read_checked_description(content: bytes, path: object) -> tuple[dict[str, An
     metadata = header.pop("__metadata__", None) or {}
     body = memoryview(content)[body_start:]
     try:
+        values = [_values(name, entry, body) for name, entry in header.items()]
         if DESCRIPTION not in metadata:
             return None, hashlib.sha256(content).hexdigest()
         description = json.loads(metadata[DESCRIPTION])
@@ -54,10 +64,9 @@ def read_checked_description(content: bytes, path: object) -> tuple[dict[str, An
             actual = digest.hexdigest()
         else:
             stated = description.pop(SHA256)
-            values = (_values(name, entry, body) for name, entry in header.items())
             actual = content_sha256(values, description)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFile(path, "its description cannot be read") from error
+        raise CorruptFile(path, "its header cannot be read") from error
     if stated != actual:
         raise CorruptFile(path, "was changed or damaged: its content does not match its sha256")
     return description, actual
@@ -73,8 +82,9 @@ def stated_sha256(path: Path) -> str | None:
     """
     try:
         with open_regular(path) as file:
-            length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
-            metadata = json.loads(file.read(length))["__metadata__"]
+            length = int.from_bytes(file.read(8), "little")
+            longest = max_header_bytes(os.fstat(file.fileno()).st_size)
+            metadata = json.loads(file.read(min(length, longest)))["__metadata__"]
         return str(metadata.get(SHA256) or json.loads(metadata[DESCRIPTION])[SHA256])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
@@ -96,17 +106,42 @@ def values_sha256(values: Iterable[Values]) -> str:
 
 
 def _values(name: str, entry: Mapping[str, Any], body: memoryview) -> Values:
+    """Return a tensor of a header after checking its size.
+
+    Raises:
+        ValueError, LookupError, TypeError: It is not described, or not of the size of its bytes.
+    """
+    (kind, item_bytes), shape = _TYPES[entry["dtype"]], entry["shape"]
     start, end = entry["data_offsets"]
-    return name, f"torch.{_TYPES[entry['dtype']]}", tuple(entry["shape"]), body[start:end]
+    sizes = (*shape, start, end)
+    if len(shape) > MAX_AXES or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"the sizes of '{name}' are not numbers of elements")
+    if max(shape, default=0) > MAX_AXIS or end > len(body):
+        raise ValueError(f"'{name}' is larger than its file")
+    if math.prod(shape) * item_bytes != end - start:
+        raise ValueError(f"'{name}' has not as many elements as bytes for them")
+    return name, f"torch.{kind}", tuple(shape), body[start:end]
+
+
+def max_header_bytes(file_bytes: int) -> int:
+    """Return the most bytes that the header of a file may have."""
+    return MAX_HEADER_BYTES + file_bytes // MAX_HEADER_SHARE
 
 
 def _parse_header(content: bytes, path: object) -> tuple[dict[str, Any], int]:
     """Return the header and the offset of the first byte after it."""
     length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
+    if len(content) < 8 or length > len(content) - 8:
         raise CorruptFile(path, "is truncated or not a safetensors file")
+    text = content[8 : 8 + length]
+    containers = text.count(b"[") + text.count(b"{")
+    if (
+        length > max_header_bytes(len(content))
+        or containers > MAX_CONTAINERS + length // MIN_CONTAINER_BYTES
+    ):
+        raise CorruptFile(path, "its header is too large for its tensors")
     try:
-        header = json.loads(content[8 : 8 + length])
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CorruptFile(path, "has no readable header") from error
     if not isinstance(header, dict):

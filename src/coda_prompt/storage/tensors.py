@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_prompt.errors import CorruptFile
+from coda_prompt.errors import CorruptFile, TooLong
 from coda_prompt.storage.files import read_regular, write_atomically
 from coda_prompt.storage.headers import (
     DESCRIPTION,
     SHA256,
     Values,
     content_sha256,
+    max_header_bytes,
     read_checked_description,
     values_sha256,
 )
@@ -55,7 +56,11 @@ def _encode(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> tu
     values = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     sha256 = content_sha256(_values(values), description)
     header = json.dumps({**description, SHA256: sha256}, sort_keys=True)
-    return save(values, {DESCRIPTION: header}), sha256
+    content = save(values, {DESCRIPTION: header})
+    most = max_header_bytes(len(content))
+    if int.from_bytes(content[:8], "little") > most:
+        raise TooLong(len(header), most)
+    return content, sha256
 
 
 def decode_tensors(content: bytes, path: object) -> TensorFile:
