@@ -61,7 +61,7 @@ def test_release_publishes_the_package_that_ci_tested() -> None:
 
 def test_forms_and_settings_of_the_repository_are_yaml() -> None:
     files = [*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"]
-    assert len(files) >= 8
+    assert len(files) >= 7
     assert all(yaml.safe_load(path.read_text("utf-8")) for path in files)
 
 
