@@ -416,9 +416,11 @@ def _fits_optimizer(
     """Whether this is what the optimizer stores for a parameter: counters and tensors like it."""
     probe = nn.Parameter(torch.zeros(1, device=parameter.device))
     probe.grad = torch.zeros_like(probe)
-    twin = kind([{**group, "params": [probe]}])
-    twin.step()
-    expected = {key: value for key, value in twin.state[probe].items() if value is not None}
+    reference_optimizer = kind([{**group, "params": [probe]}])
+    reference_optimizer.step()
+    expected = {
+        key: value for key, value in reference_optimizer.state[probe].items() if value is not None
+    }
     if saved.keys() != expected.keys():
         return False
     for key, value in saved.items():
