@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
-import random
 import shutil
 import time
 import zipfile
@@ -21,11 +19,11 @@ import torch
 from drawings import NAMES, ContinualClassifier, assert_same, drawings, taught
 from forked import PATIENCE
 from serving import png, served
-from small import coda, started_coda
+from small import coda
 
 from coda_prompt.errors import BadOption, CannotEdit, NothingToUndo, NotLearned
 from coda_prompt.learner import store
-from coda_prompt.learner.editing import edited, join
+from coda_prompt.learner.editing import join
 from coda_prompt.learner.network import Network
 
 TEST = drawings(range(8), count=6, test=True)[0]
@@ -553,50 +551,6 @@ def test_an_edit_that_fails_at_any_step_leaves_a_complete_version(
         if calls <= step:
             return  # all steps have failed once
     raise AssertionError("the edit has more steps than were tried")
-
-
-def test_forgetting_interrupted_after_the_model_leaves_no_version_with_the_class(
-    editable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shutil.copytree(editable / "model", tmp_path / "model")
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store, "_clean_up", interrupted)
-    with pytest.raises(KeyboardInterrupt), edited(model, forgets=True) as classifier:
-        classifier.forget(NAMES[0])
-    files = [model / store.MODEL, *(model / "versions").iterdir()]
-    assert len(files) > 1
-    assert not any(NAMES[0].encode() in path.read_bytes() for path in files)
-
-
-@pytest.mark.posix
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EDITS)
-def test_a_killed_edit_leaves_a_complete_version(name: str, editable: Path, tmp_path: Path) -> None:
-    """SIGKILL at 20 moments of each edit."""
-    whole = shutil.copytree(editable, tmp_path / "whole")
-    started = time.monotonic()
-    assert coda(*edit_arguments(name, whole)).returncode == 0
-    seconds = time.monotonic() - started
-    target = "out" if name == "merge" else "model"
-    old = None if name == "merge" else contents(editable / "model")[0]
-    new = contents(whole / target)[0]
-    moments = random.Random(0)
-    for number in range(20):
-        root = shutil.copytree(editable, tmp_path / str(number))
-        process = started_coda(*edit_arguments(name, root))
-        time.sleep(moments.uniform(0.3, 1.0) * seconds)
-        process.kill()
-        process.communicate()
-        found = contents(root / target)[0] if (root / target / store.MODEL).exists() else None
-        assert found in (old, new)
-        if found != new:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(root / "out")
-            assert coda(*edit_arguments(name, root)).returncode == 0
-            assert contents(root / target)[0] == new
 
 
 # -- the service

@@ -139,8 +139,8 @@ def undo(
 
     with contextlib.suppress(CorruptFile):  # a damaged model can be undone, a missing one cannot
         store.read_model(model)
-    with store.exclusive_writer(model):
-        _print_restored(model, store.restore_version(model, to), as_json, output)
+    with store.exclusive_writer(model) as at_end:
+        _print_restored(model, store.restore_version(model, at_end, to), as_json, output)
 
 
 @app.command(epilog="Example: `coda redo my-model`")
@@ -155,8 +155,8 @@ def redo(
     from coda_prompt.learner import store
 
     store.read_model(model)
-    with store.exclusive_writer(model):
-        _print_restored(model, store.restore_version(model, redo=True), as_json, output)
+    with store.exclusive_writer(model) as at_end:
+        _print_restored(model, store.restore_version(model, at_end, redo=True), as_json, output)
 
 
 @app.command(epilog="Example: `coda history my-model`")
@@ -167,9 +167,10 @@ def history(model: options.Model, as_json: options.AsJson = False) -> None:
     """
     from coda_prompt.learner import reports, store
     from coda_prompt.learner.card import share_of
+    from coda_prompt.learner.versions import stored_versions
 
     current = store.read_model(model)
-    found = reports.history(current, store.read_history(model, current.description), model)
+    found = reports.history(current, stored_versions(model, current.description), model)
     if as_json:
         console.print_json(dataclasses.asdict(found))
         return

@@ -72,7 +72,7 @@ def learn(
     with devices.connected() as fabric, contextlib.ExitStack() as stack:
         rank_zero = fabric.global_rank == 0
         if rank_zero:
-            stack.enter_context(store.exclusive_writer(model))
+            at_end = stack.enter_context(store.exclusive_writer(model))
         one_stage = queries == "one-stage"
         classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
         views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
@@ -80,7 +80,10 @@ def learn(
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_)
         if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
-            _finish_saving(model, writes=rank_zero)
+            if rank_zero:
+                at_end.callback(store.end_lesson, model)
+            shown = console.escape_control_characters(str(model))
+            typer.echo(ALREADY_LEARNED.format(shown), err=True)
             return
         _print_lesson(classifier, images, checked, epochs, output)
         stack.enter_context(stop.handling_signals())
@@ -100,7 +103,7 @@ def learn(
         if rank_zero:
             classifier.write(model)
             _print_learned(learned, classifier, model, as_json)
-            store.end_lesson(model)  # from now on, the same command is a new lesson
+            at_end.callback(store.end_lesson, model)  # after that, the command is a new lesson
 
 
 @app.command(
@@ -274,16 +277,6 @@ def resume_command(changes: Mapping[str, str] | None = None) -> str:
     changes = {os.path.normpath(old): new for old, new in (changes or {}).items()}
     arguments = [changes.get(os.path.normpath(each), each) for each in sys.argv[1:]]
     return shlex.join(["coda", *arguments])
-
-
-def _finish_saving(model: Path, *, writes: bool) -> None:
-    """Finish an earlier run of the same command that was interrupted while saving."""
-    from coda_prompt.learner import store
-
-    if writes:
-        store.end_lesson(model)
-    shown = console.escape_control_characters(str(model))
-    typer.echo(ALREADY_LEARNED.format(shown), err=True)
 
 
 def _print_lesson(

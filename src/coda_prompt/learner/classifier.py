@@ -183,7 +183,7 @@ class ContinualClassifier(EditableEstimator):
         checkpointer = None
         if progress is not None:
             checkpointer = open_checkpoints(network, progress, images, training, validation)
-        task = make_task(network, images, validation, checkpointer)
+        task = make_task(network, images, validation)
         stored = self._home is not None and chosen is None  # with nothing learned yet
         previous = self._model() if network.classes or stored else None
         with bar or contextlib.nullcontext(), restored_on_error(network.method):

@@ -21,10 +21,10 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from coda_prompt import errors
 from coda_prompt.console import class_name
 from coda_prompt.data.stream import Samples
-from coda_prompt.learner import held_out, store, versions
+from coda_prompt.learner import held_out, store
 from coda_prompt.learner.duplicates import LearnedHashes, hash_images
 from coda_prompt.learner.network import check_values
-from coda_prompt.learner.store import FORMAT, Description, EditRecord, Model, TaskRecord
+from coda_prompt.learner.store import Description, EditRecord, Model, TaskRecord
 from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
 from coda_prompt.methods import TaskBrief
@@ -65,9 +65,8 @@ def edited(folder: Path, *, forgets: bool = False, **parts: Any) -> Iterator[Con
 
     Args:
         folder: A model folder.
-        forgets: Whether checkpoints of an unfinished lesson and versions that the edit drops are
-            deleted before the model is written, because they contain what is forgotten: a kill
-            must not leave them beside a model without it.
+        forgets: Whether the edit forgets a class, so that all else that has its name or images
+            is deleted before the model is written.
         **parts: As in `ContinualClassifier.load`.
 
     Raises:
@@ -81,7 +80,7 @@ def edited(folder: Path, *, forgets: bool = False, **parts: Any) -> Iterator[Con
         yield classifier
         if forgets:
             remove_checkpoints(folder / store.PROGRESS)
-            versions.remove_others(folder, classifier._history)
+            store.remove_traces(folder, classifier._history)
         classifier.write(folder)
 
 
@@ -377,7 +376,6 @@ def _without(classifier: EditableEstimator, version: Any, names: Collection[str]
     tasks = rewritten(description.tasks, dict.fromkeys(names))
     classifier.network.set_tasks(tasks)
     changes = {
-        "format": FORMAT,
         "tasks": tasks,
         "temperature": classifier.network.temperature,
         "classes": [each for task in tasks for each in task.new],

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
 NOT_IDENTIFYING = {"watched", "files", "predictions", "drawings"}
-"""Fields of earlier lessons that do not influence a lesson; older versions did not record them."""
+"""Fields of earlier lessons that do not influence a lesson."""
 
 
 def lesson_training(network: Network, options: dict[str, Any]) -> Training:
@@ -48,16 +48,8 @@ def lesson_training(network: Network, options: dict[str, Any]) -> Training:
     return make_config(Training, "the training", values)
 
 
-def make_task(
-    network: Network,
-    images: Labelled,
-    validation: float,
-    checkpointer: Checkpointer | None = None,
-) -> Task:
-    """Number the classes as rows of the head and hold out a share of each class.
-
-    A lesson that an earlier version has interrupted holds out the same images as there.
-    """
+def make_task(network: Network, images: Labelled, validation: float) -> Task:
+    """Number the classes as rows of the head and hold out a share of each class."""
     if not 0 <= validation < 1:
         raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
     index, known = len(network.tasks), network.classes
@@ -66,14 +58,10 @@ def make_task(
     labels = own[images.split.labels]
     held_out = np.zeros(len(labels), bool)
     seed = network.training.seed
-    by_lesson = keyed_generator(seed, index, "held out")
-    interrupted = None if checkpointer is None else checkpointer.latest
-    earlier = network.held_out_by_lesson or (interrupted is not None and interrupted.format < 2)
     for row, name in zip(own, images.names, strict=True):
         members = np.flatnonzero(labels == row)
         # Keyed by the class: it holds out the same images in any lesson, beside any other class.
-        by_class = keyed_generator(seed, name, "held out")
-        generator = by_lesson if earlier else by_class
+        generator = keyed_generator(seed, name, "held out")
         order = torch.randperm(len(members), generator=generator).numpy()
         if validation and len(members) >= MIN_IMAGES_TO_HOLD_OUT:
             count = max(1, round(validation * len(members)))

@@ -76,8 +76,6 @@ class Network:
         self.backbone_name = self.backbone.name
         self.number, self.edits = 0, list[EditRecord]()
         """Number of the version, and what was edited."""
-        self.held_out_by_lesson = False
-        """Whether images are held out as until format 2, so that its lessons resume."""
         options = removable_options(entry.type, options)
         fields = entry.type.Config.__dataclass_fields__
         if "blend" in fields:
@@ -265,7 +263,6 @@ class Network:
             raise errors.CorruptFile(path, "its hashes of images do not fit its classes")
         self.detector, self.hashes = detector if statistics else None, hashes
         self.number, self.edits = model.number, list(model.description.edits)
-        self.held_out_by_lesson = model.description.format < 3
         self.set_tasks(list(model.description.tasks), model.description.temperature)
 
 

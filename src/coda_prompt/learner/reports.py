@@ -12,7 +12,7 @@ from coda_prompt.errors import MissingData
 from coda_prompt.learner import store
 from coda_prompt.learner.checks import Checks, read_checks
 from coda_prompt.learner.store import Description, Model
-from coda_prompt.learner.versions import History, StoredVersion
+from coda_prompt.learner.versions import History, StoredVersion, stored_versions
 
 DESCRIBED = ConfigDict(use_attribute_docstrings=True)
 """The service's reference describes each field by the docstring under it."""
@@ -181,9 +181,9 @@ def read_named(name: str) -> Description:
     if not at or not number.isdecimal() or Path(name).exists():
         return store.read_model(Path(name)).description
     current = store.read_model(Path(folder)).description
-    if current.number_or_lessons == int(number):
+    if current.number == int(number):
         return current
-    versions = store.read_history(Path(folder), current)
+    versions = stored_versions(Path(folder), current)
     for version in (*versions.before, *versions.after):
         if version.number == int(number) and isinstance(version, StoredVersion):
             return version.read().description

@@ -9,7 +9,7 @@ from coda_prompt import errors
 from coda_prompt.learner import loading, store
 from coda_prompt.learner.estimator import Estimator
 from coda_prompt.learner.store import EditRecord, TaskRecord
-from coda_prompt.learner.versions import History
+from coda_prompt.learner.versions import History, stored_versions
 from coda_prompt.model.catalog import LoadedBackbone
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class SavedEstimator(Estimator):
             verbose=verbose,
             fabric=fabric,
         )
-        classifier._history = store.read_history(folder, model.description)
+        classifier._history = stored_versions(folder, model.description)
         classifier._home = (folder.resolve(), store.model_sha256(folder))
         return classifier
 

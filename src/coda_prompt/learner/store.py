@@ -5,9 +5,10 @@
     checks.json            what lessons cost older classes, as measured by the service
     .progress              only while a training is unfinished: its checkpoints
     .learning.json         only while `coda learn` runs: which images, on which version
+    .restoring.json        only while `coda undo` or `coda redo` runs: which version
 
-Until format 2 there was one earlier version, `previous.safetensors`, and `next.safetensors` while a
-save was in progress; the next writer completes such a save and moves the file.
+A process may be killed at any time: the model is then as before or as after its command. The two
+notes tell the same command, run again, that its work was done.
 
 `config.json` and the model card `README.md` repeat the description for people and the hub; they are
 rewritten whenever a folder is opened for writing. No code is ever loaded from a model folder, no
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,15 +49,13 @@ from coda_prompt.storage.tensors import decode_tensors, encode_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 3
-"""Format 1 had no hash of a method's file and no path of the backbone; format 2 had no numbered
-versions, edits and watched accuracies."""
-MODEL, PREVIOUS, NEXT = "model.safetensors", "previous.safetensors", "next.safetensors"
+FORMAT = 1
+MODEL = "model.safetensors"
 CONFIG, CARD = "config.json", "README.md"
 PROGRESS = ".progress"
-LESSON = ".learning.json"
+LESSON, RESTORING = ".learning.json", ".restoring.json"
 CHECKS = "checks.json"
-FILES = {MODEL, PREVIOUS, NEXT, CONFIG, CARD, LESSON, CHECKS, LOCK, OWNER}
+FILES = {MODEL, CONFIG, CARD, LESSON, RESTORING, CHECKS, LOCK, OWNER}
 FOLDERS = {versions.FOLDER, PROGRESS}
 """All that is ever read, written or deleted in a model folder, besides files in these folders."""
 
@@ -142,7 +142,7 @@ class BackboneRecord(FileSchema):
 class Description(FileSchema):
     """Everything about a model except its tensors."""
 
-    format: int = Field(ge=1, le=FORMAT)
+    format: int = Field(ge=FORMAT, le=FORMAT)
     """Version of this format."""
     coda_prompt: Text
     """Version of coda-prompt that wrote it."""
@@ -164,17 +164,12 @@ class Description(FileSchema):
     """The lessons."""
     temperature: float = Field(ge=1e-6, le=1e6)
     """Temperature of the probabilities, combined from all lessons."""
-    number: Count | None = None
-    """Number of the version; None until format 2."""
+    number: Count
+    """Number of the version."""
     parent: Count | None = None
     """Number of the version this one was made from."""
     edits: list[EditRecord] = Field(default_factory=list)
     """The edits in order."""
-
-    @property
-    def number_or_lessons(self) -> int:
-        """Number of the version; until format 2, the number of lessons."""
-        return len(self.tasks) if self.number is None else self.number
 
     @field_validator("pixels")
     @classmethod
@@ -204,7 +199,7 @@ class Model:
     @property
     def number(self) -> int:
         """Number of the version."""
-        return self.description.number_or_lessons
+        return self.description.number
 
 
 def encode_model(model: Model) -> bytes:
@@ -271,20 +266,10 @@ def read_model(folder: Path) -> Model:
 
 def _with_undo(error: CorruptFile, folder: Path) -> CorruptFile:
     """Add to an error of the current model how to return to an intact version."""
-    if not read_history(folder, None).before:
+    if not versions.stored_versions(folder, None).before:
         return error
     remedy = f"{error.remedy} Or return to the newest stored version: coda undo."
     return CorruptFile(folder / MODEL, error.problem, remedy)
-
-
-def read_history(folder: Path, current: Description | None) -> History:
-    """List the earlier and undone versions of a folder, whose current one is `current`."""
-    history = versions.stored_versions(folder, current)
-    previous = folder / PREVIOUS
-    if previous.exists() and (current is None or current.number is None):
-        number = 0 if current is None else current.number_or_lessons - 1
-        history.before.append(StoredVersion(previous, number))
-    return history
 
 
 def write_model(folder: Path, model: Model, history: History, *, at_home: bool = True) -> None:
@@ -301,14 +286,30 @@ def write_model(folder: Path, model: Model, history: History, *, at_home: bool =
         versions.remove_others(folder, History())
     versions.write_versions(folder, history, encode_model)
     write_atomically(folder / MODEL, encode_model(model))
-    _clean_up(folder, model, history)
+    (folder / RESTORING).unlink(missing_ok=True)
+    _tidy(folder, model.description, history)
 
 
-def restore_version(folder: Path, to: int | None = None, *, redo: bool = False) -> Model:
+def remove_traces(folder: Path, history: History) -> None:
+    """Delete what may name a forgotten class, before the model without it is written.
+
+    A kill must not leave it beside that model.
+    """
+    versions.remove_others(folder, history)
+    for name in (CONFIG, CARD, LESSON):
+        (folder / name).unlink(missing_ok=True)
+
+
+def restore_version(
+    folder: Path, at_end: ExitStack, to: int | None = None, *, redo: bool = False
+) -> Model:
     """Replace the current model by an earlier or undone one, bit for bit.
+
+    If the same command did this before and was killed, it is not done twice.
 
     Args:
         folder: A locked model folder.
+        at_end: What `exclusive_writer` gives.
         to: Number of the version; by default the one before, or with `redo` the one after.
         redo: Whether to go forward.
 
@@ -319,7 +320,11 @@ def restore_version(folder: Path, to: int | None = None, *, redo: bool = False) 
         current: Model | None = read_file(folder / MODEL)
     except CorruptFile:  # the newest stored version replaces it
         current = None
-    history = read_history(folder, current.description if current else None)
+    asked = {"to": to, "redo": redo}
+    at_end.callback((folder / RESTORING).unlink, missing_ok=True)
+    if current is not None and _read_note(folder / RESTORING) == {**asked, "now": current.number}:
+        return current
+    history = versions.stored_versions(folder, current.description if current else None)
     choices = history.after if redo else list(reversed(history.before))
     if to is not None:
         choices = [each for each in (*history.before, *history.after) if each.number == to]
@@ -328,6 +333,8 @@ def restore_version(folder: Path, to: int | None = None, *, redo: bool = False) 
     chosen = choices[0]
     assert isinstance(chosen, StoredVersion)
     model = chosen.read()
+    note = json.dumps({**asked, "now": chosen.number})
+    write_atomically(folder / RESTORING, note.encode())
     if current is not None:
         versions.preserve(folder, folder / MODEL, current.number)
     os.replace(chosen.path, folder / MODEL)
@@ -348,7 +355,7 @@ def begin_lesson(folder: Path, images: str, version: int) -> bool:
         model was saved, so that there is nothing left to learn.
     """
     note = {"images": images, "version": version}
-    done = _read_lesson(folder) == {**note, "version": version - 1}
+    done = _read_note(folder / LESSON) == {**note, "version": version - 1}
     if not done:
         write_atomically(folder / LESSON, json.dumps(note).encode())
     return done
@@ -359,10 +366,10 @@ def has_unfinished_lesson(folder: Path) -> bool:
     return (folder / LESSON).exists() or (folder / PROGRESS).exists()
 
 
-def _read_lesson(folder: Path) -> object:
-    """Return the note of `begin_lesson`; None if there is none."""
+def _read_note(path: Path) -> object:
+    """Return the note of a command that was not finished; None if there is none."""
     try:
-        return json.loads(read_regular(folder / LESSON))
+        return json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -373,10 +380,13 @@ def end_lesson(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_writer(folder: Path) -> Iterator[None]:
+def exclusive_writer(folder: Path) -> Iterator[ExitStack]:
     """Lock a model folder for writing; an interrupted save is completed first.
 
     The folder is created if needed. If no model was written, nothing of this is left behind.
+
+    Yields:
+        Runs its callbacks last, when nothing but the lock is left to release.
 
     Raises:
         FolderBusy: Another process is writing.
@@ -388,10 +398,10 @@ def exclusive_writer(folder: Path) -> Iterator[None]:
     _refuse_foreign(folder)
     locked = False
     try:
-        with exclusive_lock(folder, FolderBusy):
+        with exclusive_lock(folder, FolderBusy) as at_end:
             locked = True
             _recover(folder)
-            yield
+            yield at_end
     finally:
         if locked and not (folder / MODEL).exists():
             if not (folder / PROGRESS).exists():  # else `coda info` says how to resume
@@ -433,7 +443,7 @@ def _refuse_links(folder: Path) -> None:
 def _refuse_foreign(folder: Path) -> None:
     """Refuse to write to a folder with files of something else."""
     if (folder / MODEL).exists():
-        if model_sha256(folder) is None and not read_history(folder, None).before:
+        if model_sha256(folder) is None and not versions.stored_versions(folder, None).before:
             raise CorruptFile(folder / MODEL, "is not a model of coda-prompt")
         return
     own = (FILES | FOLDERS) - {CONFIG, CARD}  # which other programs write too
@@ -448,25 +458,15 @@ def _recover(folder: Path) -> None:
     for path in (*own, *versions.version_files(folder)):
         if final_name(path.name) != path.name:
             path.unlink(missing_ok=True)
-    if (folder / NEXT).exists():
-        try:
-            new, previous = read_file(folder / NEXT), read_file(folder / PREVIOUS)
-            complete = new.description.tasks[:-1] == previous.description.tasks
-        except (CorruptFile, MissingData):
-            complete = False
-        if complete:
-            os.replace(folder / NEXT, folder / MODEL)
-        else:
-            (folder / NEXT).unlink()
     with contextlib.suppress(CorruptFile, MissingData):
-        _write_copies(folder, read_description(folder))
+        description = read_description(folder)
+        _tidy(folder, description, versions.stored_versions(folder, description))
 
 
-def _clean_up(folder: Path, model: Model, history: History) -> None:
-    """Finish a save: remove what belongs to no version any more and update the copies."""
+def _tidy(folder: Path, description: Description, history: History) -> None:
+    """Remove versions that belong to no history any more and write the copies again."""
     versions.remove_others(folder, history)
-    (folder / PREVIOUS).unlink(missing_ok=True)
-    _write_copies(folder, model.description)
+    _write_copies(folder, description)
 
 
 def _write_copies(folder: Path, description: Description) -> None:

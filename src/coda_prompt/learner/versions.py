@@ -103,12 +103,12 @@ def stored_versions(folder: Path, current: Description | None) -> History:
     found.sort(key=lambda version: version.number)
     if current is None:
         return History(list(found))
-    number, parent = current.number_or_lessons, current.parent
+    number, parent = current.number, current.parent
     # Versions between parent and current were undone when the current one was made.
     before = [
         each for each in found if each.number < number and (parent is None or each.number <= parent)
     ]
-    return History(list(before), [each for each in found if each.number > number])
+    return History(list(before[-KEPT:]), [each for each in found if each.number > number])
 
 
 def write_versions(folder: Path, history: History, encode: Callable[[Model], bytes]) -> None:

@@ -217,8 +217,8 @@ class Service:
         """Restore another version; arguments as in `store.restore_version`."""
 
         def restore() -> None:
-            with store.exclusive_writer(self.folder):
-                store.restore_version(self.folder, to, redo=redo)
+            with store.exclusive_writer(self.folder) as at_end:
+                store.restore_version(self.folder, at_end, to, redo=redo)
 
         await self._change(restore)
 

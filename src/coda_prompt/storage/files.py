@@ -125,7 +125,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iterator[None]:
+def exclusive_lock(
+    folder: Path, busy: Callable[[Path, str], Exception]
+) -> Iterator[contextlib.ExitStack]:
     """Lock a folder for one process at a time.
 
     The operating system releases the lock of a process that dies.
@@ -133,6 +135,9 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
     Args:
         folder: An existing folder.
         busy: Makes the exception to raise from the folder and the pid that has the lock.
+
+    Yields:
+        Runs its callbacks last, when nothing but the lock is left to release.
 
     Raises:
         CorruptFile: A file of the lock is a link, a pipe or a device.
@@ -147,13 +152,14 @@ def exclusive_lock(folder: Path, busy: Callable[[Path, str], Exception]) -> Iter
             lock.acquire()
     except filelock.Timeout:
         raise busy(folder, _read_pid(owner)) from None
-    try:
-        with _errors_naming(folder):
-            write_atomically(owner, f"{os.getpid()}".encode())
-        yield
-    finally:
-        owner.unlink(missing_ok=True)
-        lock.release()
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(lock.release)
+        try:
+            with _errors_naming(folder):
+                write_atomically(owner, f"{os.getpid()}".encode())
+            yield at_end
+        finally:
+            owner.unlink(missing_ok=True)
 
 
 def _read_pid(path: Path) -> str:

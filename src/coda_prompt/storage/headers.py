@@ -57,14 +57,8 @@ def read_checked_description(content: bytes, path: object) -> tuple[dict[str, An
         if DESCRIPTION not in metadata:
             return None, hashlib.sha256(content).hexdigest()
         description = json.loads(metadata[DESCRIPTION])
-        if SHA256 in metadata:  # a model of format 1
-            stated = metadata[SHA256]
-            digest = hashlib.sha256(metadata[DESCRIPTION].encode())
-            digest.update(body)
-            actual = digest.hexdigest()
-        else:
-            stated = description.pop(SHA256)
-            actual = content_sha256(values, description)
+        stated = description.pop(SHA256)
+        actual = content_sha256(values, description)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(path, "its header cannot be read") from error
     if stated != actual:
@@ -85,7 +79,7 @@ def stated_sha256(path: Path) -> str | None:
             length = int.from_bytes(file.read(8), "little")
             longest = max_header_bytes(os.fstat(file.fileno()).st_size)
             metadata = json.loads(file.read(min(length, longest)))["__metadata__"]
-        return str(metadata.get(SHA256) or json.loads(metadata[DESCRIPTION])[SHA256])
+        return str(json.loads(metadata[DESCRIPTION])[SHA256])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -4,9 +4,6 @@ The header's metadata have one entry, `description`: a JSON object with the call
 `sha256`, the hash of those fields and of all tensors (names, types, shapes, values). So one rename
 replaces tensors and description together, and a damaged file is recognised. Equal content gives
 equal bytes.
-
-Files written before format 2 are read too: models had a separate `sha256` entry over description
-and body, checkpoints had no metadata at all.
 """
 
 from __future__ import annotations
