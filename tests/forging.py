@@ -23,7 +23,7 @@ def forged(
         change: Changes its description, or returns what replaces it.
         shapes: Tensor -> another shape; it has no values then.
     """
-    header, body = split(content)
+    header, body = split_file(content)
     description = json.loads(header.pop("__metadata__")["description"])
     del description["sha256"]
     replaced = change(description)
@@ -40,16 +40,16 @@ def forged(
         values.append((name, kind, tuple(entry["shape"]), own))
     if isinstance(description, dict):
         description = {**description, "sha256": content_sha256(values, description)}
-    return joined({"__metadata__": {"description": json.dumps(description)}, **header}, kept)
+    return join_file({"__metadata__": {"description": json.dumps(description)}, **header}, kept)
 
 
-def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+def split_file(content: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the header and the body of a safetensors file."""
     end = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:end]), content[end:]
 
 
-def joined(header: Any, body: bytes) -> bytes:
+def join_file(header: Any, body: bytes) -> bytes:
     """Return a safetensors file."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + body

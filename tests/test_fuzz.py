@@ -5,12 +5,14 @@ A few examples of each kind here; hundreds of each in the slow suite.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ import pytest
 import torch
 import yaml
 from drawings import drawings, taught
+from forging import forged, join_file, split_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from serving import cpu_seconds, peak_memory, served
 from small import AUGMENTED_VIEWS
 from test_checkpointing import kept_run, stopped, whole_run
 from test_models import changed
@@ -309,6 +313,91 @@ def test_forged_checkpoints_are_refused_or_resume(examples: int, tmp_path: Path)
             refused_or_fine(lambda: kept_run(folder, "coda-p"))
 
     fuzz(examples, check, forgery())
+
+
+# -- what strangers send
+
+
+MANY = pytest.mark.parametrize("examples", [25, pytest.param(10_000, marks=pytest.mark.slow)])
+
+
+@contextlib.contextmanager
+def within_limits(pid: int, size: int) -> Iterator[None]:
+    """No more memory than twice the input and 16 MB, and less than a second of processor time."""
+    process = Path(f"/proc/{pid}")
+    (process / "clear_refs").write_text("5")  # the peak starts again
+    memory, seconds = peak_memory(pid), cpu_seconds(pid)
+    yield
+    assert peak_memory(pid) - memory <= 2 * size + 16 * 2**20
+    assert cpu_seconds(pid) - seconds < 1
+
+
+@MANY
+@pytest.mark.posix
+def test_readers_of_models_take_little_memory_and_time(examples: int, tmp_path: Path) -> None:
+    """Damaged files, and descriptions and shapes of any content with the right hash."""
+    taught(range(2), [2], method="ncm").save(tmp_path)
+    file, pid = tmp_path / "model.safetensors", os.getpid()
+    whole, backbone = file.read_bytes(), load_backbone("pocket")
+    images, _ = drawings(range(2), 1, test=True)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    tensors = sorted(set(json.loads(whole[8:start])) - {"__metadata__"})
+
+    def read() -> None:
+        ContinualClassifier.load(tmp_path, backbone=backbone).predict_proba(images)
+
+    def check(how: int, change: Change, forge: Callable[[Any], Any], name: str, shape: Any) -> None:
+        content = [
+            lambda: change(whole),
+            lambda: change(whole[:start]) + whole[start:],
+            lambda: forged(whole, forge),
+            lambda: forged(whole, shapes={name: shape}),
+            lambda: join_file(forge(split_file(whole)[0]), split_file(whole)[1]),
+        ][how]()
+        file.write_bytes(content)
+        with within_limits(pid, len(content)):
+            refused_or_fine(read)
+
+    read()
+    refused_or_fine(lambda: check(0, lambda _: b"", lambda _: _, "", []))  # imports what it needs
+    sizes = st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**31, 2**40, 2**63, 2**70]), max_size=4)
+    fuzz(examples, check, st.integers(0, 4), damage(), forgery(), st.sampled_from(tensors), sizes)
+
+
+BODIES: dict[str, Any] = {
+    "predict": {"images": [{"data": "AAAA"}]},
+    "explain": {"images": [{"data": "AAAA"}]},
+    "preview": {"images": [{"data": "AAAA"}]},
+    "learn": {"images": [{"data": "", "label": "a"}, {"data": "=", "label": "b"}]},
+    "relabel?taught_as=a": {"images": [{"data": "AAAA", "label": "b"}]},
+    "rename": {"old": "a", "new": "b"},
+    "merge-classes": {"classes": ["a", "b"], "into": "c"},
+    "forget": {"name": "a", "confirm": True},
+}
+
+
+@MANY
+@pytest.mark.posix
+def test_json_routes_take_little_memory_and_time(examples: int, tmp_path: Path) -> None:
+    taught(range(2), method="ncm").save(tmp_path / "model")
+    with served(str(tmp_path / "model")) as client:
+        pid: int = client.pid  # type: ignore[attr-defined]
+
+        def check(route: str, change: Change, forge: Callable[[Any], Any], repeat: int) -> None:
+            body = json.dumps(forge(BODIES[route])).encode()
+            content = change(body) if repeat < 5 else body + b" " * repeat + body * (repeat - 5)
+            with within_limits(pid, len(content)):
+                answer = client.post(
+                    f"/v1/{route}", content=content, headers={"content-type": "application/json"}
+                )
+                assert answer.status_code < 500, answer.text
+                assert answer.headers["content-type"].endswith("json")
+
+        for route in BODIES:  # imports what it needs
+            client.post(f"/v1/{route}", json=BODIES[route])
+        routes = st.sampled_from(list(BODIES))
+        fuzz(examples, check, routes, damage(), forgery(), st.integers(0, 9))
+        assert "Traceback" not in client.log()  # type: ignore[attr-defined]
 
 
 # -- images
