@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ def test_info_does_not_load_torch(model: Path) -> None:
 
 
 def test_info_says_how_to_finish_a_lesson(model: Path, tmp_path: Path) -> None:
-    store.begin_lesson(tmp_path, "images", 0)
+    store.begin_lesson(tmp_path, ExitStack(), "images", 0)
     refused = coda("info", tmp_path)
     assert isinstance(refused.exception, MissingData)
     assert "first lesson was not finished" in str(refused.exception)
     assert "repeat the 'coda learn' command" in str(refused.exception)
-    store.begin_lesson(model, "images", 1)
+    store.begin_lesson(model, ExitStack(), "images", 1)
     assert "repeat the 'coda learn' command" in coda("info", model).output
     assert json.loads(coda("info", model, "--json").output)["unfinished_lesson"]
     store.end_lesson(model)

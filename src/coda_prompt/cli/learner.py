@@ -79,9 +79,7 @@ def learn(
         images = labelled(folder, skip_bad=skip_bad)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_)
-        if fabric.broadcast(rank_zero and store.begin_lesson(model, *note)):
-            if rank_zero:
-                at_end.callback(store.end_lesson, model)
+        if fabric.broadcast(rank_zero and store.begin_lesson(model, at_end, *note)):
             shown = console.escape_control_characters(str(model))
             typer.echo(ALREADY_LEARNED.format(shown), err=True)
             return

@@ -342,11 +342,12 @@ def restore_version(
     return model
 
 
-def begin_lesson(folder: Path, images: str, version: int) -> bool:
+def begin_lesson(folder: Path, at_end: ExitStack, images: str, version: int) -> bool:
     """Record that images are about to be learned, unless an earlier command already did.
 
     Args:
         folder: The model folder.
+        at_end: What `exclusive_writer` gives; the record of a lesson that is done ends with it.
         images: Fingerprint of the lesson's images.
         version: Version of the model they are learned on.
 
@@ -356,7 +357,9 @@ def begin_lesson(folder: Path, images: str, version: int) -> bool:
     """
     note = {"images": images, "version": version}
     done = _read_note(folder / LESSON) == {**note, "version": version - 1}
-    if not done:
+    if done:
+        at_end.callback(end_lesson, folder)
+    else:
         write_atomically(folder / LESSON, json.dumps(note).encode())
     return done
 
