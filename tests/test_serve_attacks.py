@@ -9,6 +9,7 @@ import json
 import shutil
 import socket
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from drawings import NAMES, drawings, taught
 from forging import forged
 from forked import PATIENCE
 from PIL import Image
-from serving import peak_memory, png, served, teach, wait_for_job
+from serving import files, peak_memory, png, served, teach, wait_for_job
 
 MB = 2**20
 JSON = {"content-type": "application/json"}
@@ -198,6 +199,56 @@ def test_slow_body_is_refused(model: Path) -> None:
     assert answer.startswith(b"HTTP/1.1 408")
 
 
+def test_slow_body_is_refused_also_after_a_fast_start(model: Path) -> None:
+    impatient = "import coda_prompt.serve.access as access; access.MAX_SECONDS_BETWEEN_CHUNKS = 1; "
+    with served(str(model), before=impatient) as client, connect(client) as slow:
+        slow.sendall(head("/v1/predict", 10 * MB) + b" " * MB)
+        slow.settimeout(0.1)
+        answer, deadline = b"", time.monotonic() + 30
+        while not answer:
+            assert time.monotonic() < deadline
+            slow.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = slow.recv(100)
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_bodies_of_all_requests_have_one_limit(client: httpx.Client) -> None:
+    """What is over it is refused; small requests are answered meanwhile, all others afterwards."""
+    before, part, answers = peak_memory(pid_of(client)), b" " * MB, []
+    image = files([np.zeros((28, 28), np.uint8)])
+    noise = np.random.default_rng(0).integers(0, 255, (1200, 1200, 3), np.uint8)
+    with contextlib.ExitStack() as stack:
+        for _ in range(14):
+            line = stack.enter_context(connect(client))
+            line.sendall(head("/v1/predict", 64 * MB))
+            with contextlib.suppress(ConnectionError):  # it does not read what it has refused
+                for _ in range(60):
+                    line.sendall(part)
+            line.settimeout(0.2)
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                answers.append(line.recv(1000).lower())
+        assert client.post("/v1/predict", files=image).status_code == 200
+    assert len(answers) > 3
+    assert all(b" 503 " in each and b"retry-after: 5" in each for each in answers)
+    assert peak_memory(pid_of(client)) - before < 720 * MB
+    photograph = files([noise])
+    wait_until(lambda: client.post("/v1/predict", files=photograph).status_code == 200)
+
+
+def test_unpacked_bytes_count(model: Path) -> None:
+    little = "import coda_prompt.serve.access as access; access.MAX_HELD_BYTES = 80 * 2**20; "
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/a.png", bytes(20 * MB))
+    with served(str(model), before=little) as client:
+        sent = client.post("/v1/learn", files={"archive": packed.getvalue()})
+        assert (sent.status_code, sent.headers.get("retry-after")) == (503, "5")
+        body = json.dumps({"images": [{"data": "A" * 8 * MB}]})
+        sent = client.post("/v1/predict", content=body.encode(), headers=JSON)
+        assert sent.status_code == 503
+
+
 RECORD_WRITES = """
 import os, sys
 def record(event, arguments):
@@ -248,6 +299,30 @@ def test_silent_connections_block_nobody(client: httpx.Client) -> None:
         assert client.get("/v1/classes").status_code == 200
         upload.sendall(body)
         assert upload.recv(100).startswith(b"HTTP/1.1 422")  # there is no class 'a'
+
+
+def test_open_streams_and_slow_readers_block_nobody(client: httpx.Client) -> None:
+    """More valid requests with endless answers than the service accepts, opened at once."""
+    routes = ("/v1/events", "/docs/assets/swagger-ui-bundle.js")
+    with contextlib.ExitStack() as stack:
+        upload = stack.enter_context(connect(client))
+        body = json.dumps({"old": "a", "new": "b"}).encode()
+        upload.sendall(head("/v1/rename", len(body)))
+        lines = []
+        for number in range(900):
+            line = stack.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect((client.base_url.host, client.base_url.port))
+            line.sendall(f"GET {routes[number % 2]} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            lines.append(line)
+            if number % 100 == 99:
+                upload.sendall(body[:1])
+                body = body[1:]
+                with httpx.Client(base_url=client.base_url, timeout=PATIENCE) as other:
+                    assert other.get("/v1/classes").status_code == 200
+        upload.sendall(body)
+        assert upload.recv(100).startswith(b"HTTP/1.1 422")  # there is no class 'a'
+        assert lines[-2].recv(100).startswith(b"HTTP/1.1 200"), "the newest stream is open"
 
 
 def test_connections_without_a_request_are_closed(model: Path) -> None:
@@ -320,6 +395,33 @@ def test_disconnects_leave_no_trace_in_the_log(model: Path) -> None:
         counted = 'coda_requests_total{path="/v1/rename",status="499"} 5.0'
         wait_until(lambda: counted in client.get("/metrics").text)
         assert log_of(client).count("\n") == 1, log_of(client)  # the URL
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\n"
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /%ff\xff HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/undo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n",
+        b"POST /v1/undo HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000,
+    ],
+)
+def test_invalid_requests_leave_no_trace_in_the_log(request_: bytes, client: httpx.Client) -> None:
+    before = log_of(client)
+    with connect(client) as line:
+        line.sendall(request_)
+        with contextlib.suppress(ConnectionError):
+            assert line.recv(1000)[:10] in (b"HTTP/1.1 2", b"HTTP/1.1 4")
+    assert client.get("/healthz").status_code == 200
+    assert log_of(client) == before
 
 
 # -- names and pages

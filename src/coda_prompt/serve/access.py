@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,12 +19,21 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coda_prompt.serve.problems import request_error_response
-from coda_prompt.serve.uploads import MAX_EDIT_BYTES, MAX_UPLOAD_BYTES, RequestError
+from coda_prompt.serve.uploads import (
+    MAX_EDIT_BYTES,
+    MAX_UNZIPPED_BYTES,
+    MAX_UPLOAD_BYTES,
+    RequestError,
+)
 
 MAX_SECONDS_BETWEEN_CHUNKS = 20.0
 """A client that pauses longer in the middle of a request body gets status 408."""
-MIN_BYTES_PER_SECOND = 1024
-"""So does one that sends a body more slowly than this, after `MAX_SECONDS_BETWEEN_CHUNKS`."""
+MIN_BYTES_PER_SECOND = 16 * 1024
+"""So does one that has sent less than this over `MAX_SECONDS_BETWEEN_CHUNKS`."""
+MAX_HELD_BYTES = 256 * 2**20 + MAX_UPLOAD_BYTES + MAX_UNZIPPED_BYTES
+"""Bodies of all requests together, with what is unpacked from them; more gets status 503."""
+RESERVED_BYTES = 64 * 2**20
+"""The part of `MAX_HELD_BYTES` for requests that hold at most `MAX_EDIT_BYTES`."""
 UPLOADS = re.compile(r"(/models/[^/]+)?/v1/(predict|explain|preview|learn|relabel|merge)")
 """Paths whose bodies have files."""
 API_PATH = re.compile(r"(/models/[^/]+)?/(v1|metrics)")
@@ -64,6 +74,7 @@ class AccessMiddleware:
 
     def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
         self.app, self.policy = app, policy
+        self._held: Counter[RequestBody] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,36 +84,65 @@ class AccessMiddleware:
             self.policy.check(scope)
         except RequestError as error:
             await request_error_response(error)(scope, receive, send)
-        else:
-            await self.app(scope, _limited(receive, max_body_bytes(scope)), send)
+            return
+        body = RequestBody(receive, max_body_bytes(scope), self._held)
+        scope.setdefault("state", {})["body"] = body
+        try:
+            await self.app(scope, body.receive, send)
+        finally:
+            del self._held[body]
+
+
+class RequestBody:
+    """The body of a request, with limits on its size, the time it takes, and its memory.
+
+    Args:
+        receive: Returns its next part.
+        max_bytes: How large it may be.
+        held: Bytes that each request holds in memory.
+    """
+
+    def __init__(self, receive: Receive, max_bytes: int, held: Counter[RequestBody]) -> None:
+        self._receive, self._max_bytes, self._held = receive, max_bytes, held
+        self._received, self._complete = 0, False
+        self._deadline = time.monotonic() + MAX_SECONDS_BETWEEN_CHUNKS
+
+    async def receive(self) -> Message:
+        """Return the next part."""
+        if self._complete:  # the next message is the disconnect, whenever that happens
+            return await self._receive()
+        try:
+            left = self._deadline - time.monotonic()
+            message = await asyncio.wait_for(self._receive(), left)
+        except asyncio.TimeoutError:
+            raise RequestError(408, "The request body did not arrive in time.") from None
+        self._complete = not message.get("more_body", False)
+        size = len(message.get("body", b""))
+        self._received += size
+        if self._received > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        self.hold(size)
+        self._deadline = min(
+            self._deadline + size / MIN_BYTES_PER_SECOND,
+            time.monotonic() + MAX_SECONDS_BETWEEN_CHUNKS,
+        )
+        return message
+
+    def hold(self, size: int) -> None:
+        """Count bytes that are in memory until the request ends; refuse them if they are too many.
+
+        Args:
+            size: Bytes of the body or unpacked from it; negative if fewer were unpacked.
+        """
+        self._held[self] += size
+        small = self._held[self] <= MAX_EDIT_BYTES
+        if self._held.total() > MAX_HELD_BYTES - (0 if small else RESERVED_BYTES) and size > 0:
+            raise RequestError(503, "Too much is being uploaded. Retry in 5 s.", retry_after=5)
 
 
 def max_body_bytes(scope: Scope) -> int:
     """Return how large the body of a request may be."""
     return MAX_UPLOAD_BYTES if UPLOADS.fullmatch(scope["path"]) else MAX_EDIT_BYTES
-
-
-def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Limit the size of a body and the time it takes to arrive."""
-    received, complete = 0, False
-    started = time.monotonic()
-
-    async def limited() -> Message:
-        nonlocal received, complete
-        if complete:  # the next message is the disconnect, whenever that happens
-            return await receive()
-        ahead = started + received / MIN_BYTES_PER_SECOND - time.monotonic()
-        try:
-            message = await asyncio.wait_for(receive(), MAX_SECONDS_BETWEEN_CHUNKS + min(0, ahead))
-        except asyncio.TimeoutError:
-            raise RequestError(408, "The request body did not arrive in time.") from None
-        complete = not message.get("more_body", False)
-        received += len(message.get("body", b""))
-        if received > max_bytes:
-            raise _too_large(max_bytes)
-        return message
-
-    return limited
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -21,6 +21,8 @@ from coda_prompt.serve.uploads import Example, RequestError, check_label
 
 MAX_JSON_VALUES = 50_000
 """Values in a JSON body: each takes much more memory than its text."""
+MAX_ZIP_RATIO = 1032
+"""Bytes that deflate packs into one, at most."""
 JSON, FORM = "application/json", "multipart/form-data"
 
 Body = TypeVar("Body", bound=schemas.Body)
@@ -48,7 +50,7 @@ async def read_images(request: Request) -> list[tuple[str, bytes]]:
         images = (await _read_json(request, schemas.PredictRequest)).images
         return await asyncio.to_thread(_decoded, images)
     async with _read_form(request, uploads.MAX_IMAGES_PREDICT) as form:
-        files = _files(form, "images")
+        files = _files(request, form, "images")
         return [(f"image {number}", await file.read()) for number, file in enumerate(files, 1)]
 
 
@@ -61,9 +63,13 @@ async def read_examples(request: Request) -> list[Example]:
         return [Example(label, each) for label, (_, each) in zip(labels, decoded, strict=True)]
     async with _read_form(request, uploads.MAX_IMAGES_LEARN) as form:
         if form.get("archive") is not None:
-            archive = _files(form, "archive")[0]
-            return await asyncio.to_thread(uploads.read_zip, await archive.read())
-        files = _files(form, "images")
+            archive = await _files(request, form, "archive")[0].read()
+            most = min(MAX_ZIP_RATIO * len(archive), uploads.MAX_UNZIPPED_BYTES)
+            _hold(request, most)
+            examples = await asyncio.to_thread(uploads.read_zip, archive)
+            _hold(request, sum(len(example.content) for example in examples) - most)
+            return examples
+        files = _files(request, form, "images")
         labels = _labels(form, len(files))
         contents = [await file.read() for file in files]
         return [Example(*pair) for pair in zip(labels, contents, strict=True)]
@@ -83,7 +89,14 @@ def _media_type(request: Request, *accepted: str) -> str:
 
 
 async def _read_json(request: Request, model: type[Body]) -> Body:
-    return await asyncio.to_thread(_parse_json, await request.body(), model)
+    content = await request.body()
+    _hold(request, 2 * len(content))  # the values, and the files they encode
+    return await asyncio.to_thread(_parse_json, content, model)
+
+
+def _hold(request: Request, size: int) -> None:
+    """Count bytes that are unpacked from a body, before they are; negative: they were not."""
+    request.state.body.hold(size)
 
 
 def _parse_json(content: bytes, model: type[Body]) -> Body:
@@ -114,10 +127,11 @@ async def _read_form(request: Request, max_files: int) -> AsyncIterator[FormData
         await form.close()
 
 
-def _files(form: FormData, field: str) -> list[UploadFile]:
+def _files(request: Request, form: FormData, field: str) -> list[UploadFile]:
     files = [file for file in form.getlist(field) if isinstance(file, UploadFile)]
     if not files:
         raise RequestError(422, f"The form has no file in the field '{field}'.")
+    _hold(request, sum(file.size or 0 for file in files))  # they are copied when they are read
     return files
 
 

@@ -13,6 +13,8 @@ from coda_prompt.serve.connections import MAX_CONNECTIONS, Connection
 from coda_prompt.serve.service import Service
 
 SHUTDOWN_SECONDS = 30
+MAX_ACCEPTED, BACKLOG = 64, 2048
+"""Connections that are accepted before the requests of earlier ones are read, and that may wait."""
 
 
 class Server(uvicorn.Server):
@@ -31,17 +33,28 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(services, policy),
-                log_level="warning",
+                log_level="error",  # clients cause warnings
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
                 http=Connection,
+                ws="none",
                 limit_concurrency=MAX_CONNECTIONS,
+                backlog=MAX_ACCEPTED,
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer requests."""
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
         self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close silent connections; uvicorn calls this ten times a second."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.close_if_silent()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish accepted requests, then stop."""
