@@ -19,9 +19,11 @@ from coda_prompt.errors import MissingData, WrongFolder, counted, join_names
 
 DOMAIN_PREFIX = "domains:"
 EXPECTED_LAYOUT = "Point at a folder with one folder of images per class, or with train/ and test/."
-_SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
-
+SPLIT_NAMES = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 _HIDDEN = re.compile(r"\.|__MACOSX$")
+
+Files = dict[str, list[str]]
+"""The paths of the images of each class."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,13 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     names = folders.paths.keys()
     if names >= {"train", "test"}:
         return _open_train_and_test(name, root, names - {"train", "test"})
-    if names and names <= _SPLIT_NAMES:
+    if names and names <= SPLIT_NAMES:
         problem = f"it has {_join_folder_names(names)} but not both train/ and test/"
         remedy = "Name the two folders train and test, or point at a folder of class folders to "
         raise MissingData(root, problem, f"{remedy}have it split 80/20.")
     files = _complete_classes(folders)
     refuse_groups(folders, files, benchmark=True)
-    train: dict[str, list[str]] = {}
-    test: dict[str, list[str]] = {}
-    for class_name, paths in files.items():
-        train[class_name], test[class_name] = _random_split(paths, root, seed)
+    train, test = _random_split(files, root, seed)
     notes = [f"random 80/20 split of each class (seed {seed}): there is no train/ and test/"]
     if nested := nested_images(folders, files):
         notes.append(f"{counted(len(nested), 'image')} in folders below class folders included")
@@ -70,7 +69,7 @@ def folder_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
         notes.append(f"{folders.loose_images} images outside class folders ignored")
     if untested := sum(not paths for paths in test.values()):
         notes.append(f"{untested} classes too small to have a test image")
-    return Source(name, tuple(files), _file_split(train), _file_split(test), notes=tuple(notes))
+    return Source(name, tuple(files), file_split(train), file_split(test), notes=tuple(notes))
 
 
 def domain_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
@@ -94,9 +93,7 @@ def domain_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
         notes = (f"random 80/20 split of each class in each domain (seed {seed})",)
         train, test = {}, {}
         for domain, files in _files_of_domains(root).items():
-            split = {each: _random_split(paths, root, seed) for each, paths in files.items()}
-            train[domain] = {each: first for each, (first, _) in split.items()}
-            test[domain] = {each: second for each, (_, second) in split.items()}
+            train[domain], test[domain] = _random_split(files, root, seed)
     domains = sorted(train.keys() | test.keys())
     classes = sorted({each for part in (train, test) for files in part.values() for each in files})
     return Source(
@@ -109,15 +106,13 @@ def domain_source(path: str | os.PathLike[str], *, seed: int = 0) -> Source:
     )
 
 
-def _files_of_domains(root: Path) -> dict[str, dict[str, list[str]]]:
+def _files_of_domains(root: Path) -> dict[str, Files]:
     """Return the images of each class in each domain."""
     domains = class_folders(root).paths
     return {name: _complete_classes(class_folders(Path(path))) for name, path in domains.items()}
 
 
-def _domain_split(
-    files: dict[str, dict[str, list[str]]], domains: list[str], classes: list[str]
-) -> FileSplit:
+def _domain_split(files: dict[str, Files], domains: list[str], classes: list[str]) -> FileSplit:
     rows = [
         (path, classes.index(name), domains.index(domain))
         for domain, by_class in sorted(files.items())
@@ -137,11 +132,14 @@ def _existing_folder(path: str | os.PathLike[str]) -> tuple[Path, str]:
     return root, root.resolve().name or str(root)
 
 
-def _random_split(paths: list[str], root: Path, seed: int) -> tuple[list[str], list[str]]:
-    """Return four fifths of the files of a class, and the others."""
-    shuffled = sorted(paths, key=lambda path: _random_key(seed, os.path.relpath(path, root)))
-    count = round(0.8 * len(paths))  # 1 of 1
-    return sorted(shuffled[:count]), sorted(shuffled[count:])
+def _random_split(files: Files, root: Path, seed: int) -> tuple[Files, Files]:
+    """Return four fifths of the files of each class, and the others."""
+    train, test = Files(), Files()
+    for name, paths in files.items():
+        shuffled = sorted(paths, key=lambda path: _random_key(seed, os.path.relpath(path, root)))
+        count = round(0.8 * len(paths))  # 1 of 1
+        train[name], test[name] = sorted(shuffled[:count]), sorted(shuffled[count:])
+    return train, test
 
 
 def _random_key(seed: int, name: str) -> bytes:
@@ -163,14 +161,14 @@ def _open_train_and_test(name: str, root: Path, ignored: Collection[str]) -> Sou
         problem = f"train/ and test/ have different classes ({differences})"
         raise MissingData(root, problem, "Create the same class folders in both.")
     notes = (f"{_join_folder_names(ignored)} ignored next to train/ and test/",) if ignored else ()
-    return Source(name, tuple(train), _file_split(train), _file_split(test), notes=notes)
+    return Source(name, tuple(train), file_split(train), file_split(test), notes=notes)
 
 
 def _join_folder_names(names: Iterable[str]) -> str:
     return ", ".join(f"{name}/" for name in sorted(names))
 
 
-def _file_split(files: dict[str, list[str]]) -> FileSplit:
+def file_split(files: Files) -> FileSplit:
     """Make a split of the files of each class; labels are positions in the mapping."""
     sizes = [len(paths) for paths in files.values()]
     labels = np.repeat(np.arange(len(sizes)), sizes)
@@ -208,7 +206,7 @@ def class_folders(root: Path) -> ClassFolders:
     return ClassFolders(root, paths, len(images), ancestors)
 
 
-def _complete_classes(folders: ClassFolders) -> dict[str, list[str]]:
+def _complete_classes(folders: ClassFolders) -> Files:
     """Return the images of each class, none of which may be empty or have a dangling link."""
     files = {name: files_below(path, folders.ancestors)[0] for name, path in folders.paths.items()}
     for name, paths in files.items():
@@ -271,7 +269,7 @@ def refuse_groups(
     groups = {name: images for name, images in files.items() if images}
     nested = nested_images(folders, groups)
     places = sorted({os.path.dirname(path) for path in nested})
-    splits_of_classes = {os.path.basename(place) for place in places} <= _SPLIT_NAMES
+    splits_of_classes = {os.path.basename(place) for place in places} <= SPLIT_NAMES
     if splits_of_classes or len(nested) < sum(map(len, groups.values())):
         return
     instead = []

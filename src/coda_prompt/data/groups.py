@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -61,9 +61,7 @@ def domain_groups(source: Source, options: StreamOptions, seed: int) -> Groups:
     return _cut(order, _equal_sizes(len(order), options.domains_per_task))
 
 
-def _from_lists(
-    names: Sequence[str], lists: Sequence[Sequence[str]], kind: str
-) -> list[tuple[int, ...]]:
+def _from_lists(names: Sequence[str], lists: Sequence[Sequence[str]], kind: str) -> Groups:
     if not lists:
         raise EmptyTask(0, f"has no {kind} because {kind}_lists is empty")
     number_of = {name: number for number, name in enumerate(names)}
@@ -109,8 +107,6 @@ def _equal_sizes(count: int, size: int) -> list[int]:
 
 
 def _cut(order: Sequence[int], sizes: Sequence[int]) -> Groups:
-    groups, first = [], 0
-    for size in sizes:
-        groups.append(tuple(order[first : first + size]))
-        first += size
-    return groups
+    return [
+        tuple(order[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)
+    ]

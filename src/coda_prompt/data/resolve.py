@@ -37,7 +37,7 @@ from coda_prompt.data.inputs import (
 from coda_prompt.data.kinds import is_drawing
 from coda_prompt.data.paper import PAPER_DATASETS, paper_source
 from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.sources import ArraySplit, FileSplit, Integers, Source
+from coda_prompt.data.sources import FileSplit, Integers, Source, Split
 from coda_prompt.errors import (
     BadImage,
     BadImages,
@@ -56,16 +56,11 @@ CHECKED_SIDE = 128
 """Pixels at which JPEGs are decoded to find unreadable ones."""
 
 
-class MemorySplit:
+class MemorySplit(Split):
     """Images in memory, or items of a dataset that are decoded when needed."""
-
-    domains: Integers | None = None
 
     def __init__(self, images: Any, labels: Integers) -> None:
         self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return as_image(self.images[index], min_side)
@@ -94,7 +89,7 @@ class Sample(NamedTuple):
 class Labelled:
     """Images with their classes; a split's labels are positions in `names`."""
 
-    split: FileSplit | ArraySplit | MemorySplit | HubSplit
+    split: Split
     names: tuple[str, ...]
     bad: tuple[CodaError, ...] = ()
     """Images that cannot be read, and classes that cannot be used, which were left out."""
@@ -243,12 +238,10 @@ def _open_items(data: Any, labels: Any, skip_bad: bool, channels: Channels) -> L
     if len(rows) != len(items):
         problem = f"{counted(len(rows), 'label')} for {counted(len(items), 'image')}"
         raise BadOption("the images", "labels", problem)
-    if isinstance(items, np.ndarray) and items.dtype == np.uint8 and items.shape[3:] in ((), (3,)):
-        return Labelled(ArraySplit(items, rows), names)
+    split: FileSplit | MemorySplit = MemorySplit(items, rows)
     if all(isinstance(item, str | os.PathLike) for item in items):
         split = FileSplit([local_path(item) for item in items], rows)
-        return _leave_out_unreadable(split, names, skip_bad)
-    return _leave_out_unreadable(MemorySplit(items, rows), names, skip_bad)
+    return _leave_out_unreadable(split, names, skip_bad)
 
 
 def _open_folder(root: Path, skip_bad: bool) -> Labelled:
@@ -257,19 +250,17 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
         raise MissingData(root, problem, "Name a folder with one folder of images per class.")
     listed = folders.class_folders(root)
     names = list(listed.paths)
-    if names and set(names) <= {"train", "test", "val", "valid", "validation"}:
+    if set(names) <= folders.SPLIT_NAMES:
         training = root / ("train" if "train" in names else names[0])
         problem = f"it contains {', '.join(names)}, which are splits of a dataset and not classes"
         raise WrongFolder(root, problem, "", [training])
-    files: dict[str, list[str]] = {}
-    others: list[str] = []
+    files, others = folders.Files(), list[str]()
     for name, path in listed.paths.items():
         files[name], others_here = folders.files_below(path, listed.ancestors)
         others += others_here
     folders.refuse_nested(listed, files)
     hint = heic_hint(others) if others else None
-    rows = np.repeat(np.arange(len(files)), [len(paths) for paths in files.values()])
-    split = FileSplit((path for group in files.values() for path in group), rows)
+    split = folders.file_split(files)
     remedy = "Add images, remove the folder, or pass --skip-bad (skip_bad=True)"
     empty = [
         MissingData(

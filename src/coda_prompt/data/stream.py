@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coda_prompt.data.assignment import UNUSED, assign, chunked, keyed, random_ranks
 from coda_prompt.data.groups import Groups, class_groups, domain_groups
@@ -99,28 +100,7 @@ def make_stream(
     """
     if seed < 0:
         raise BadOption("the stream", "seed", f"{seed} is negative; use 0 or more")
-    options = StreamOptions.of(**fields) if options is None else options
-    cut = _Cut(source, options, seed)
-    task_of, owners = cut.tasks()
-    first = cut.first_tasks(task_of, owners)
-    listed = [number for group in cut.class_groups for number in group]
-    class_order = sorted(listed, key=lambda number: int(first[number]))  # stable within a task
-    row_of = np.full(len(source.class_names), UNUSED, np.int64)
-    row_of[class_order] = np.arange(len(class_order))
-    groups = cut.groups(owners, row_of)
-    tasks = _tasks(cut, task_of, owners, row_of, first, groups)
-    tested = [group for group in groups if len(group.samples) or not options.by_domain]
-    return Stream(
-        source.name,
-        tuple(source.class_names[number] for number in class_order),
-        tuple(class_order),
-        tasks,
-        (*source.notes, *cut.notes, *_notes(tasks, groups, options, seed)),
-        options.validation,
-        tuple(tested),
-        source.domain_names if cut.test.domains is not None else (),
-        options.budget,
-    )
+    return _Cut(source, StreamOptions.of(**fields) if options is None else options, seed).stream()
 
 
 class _Cut:
@@ -133,7 +113,8 @@ class _Cut:
         self.source, self.options, self.seed = source, options, seed
         self.class_groups = class_groups(source, options, seed)
         self.domain_groups = domain_groups(source, options, seed)
-        _check_removed_domains(source, options.remove_domains)
+        if options.remove_domains:
+            _check_removed_domains(source, options.remove_domains)
         self.train, self.test = self._images()
         train_cells, test_cells = self._cell_of(self.train), self._cell_of(self.test)
         self.width = max(1, len(self.domain_groups))
@@ -154,13 +135,45 @@ class _Cut:
         """Task of each image by its class and domain."""
         self.removed = [self._draw_removed_domains(task) for task in range(len(cells))]
 
-    def tasks(self) -> tuple[Integers, Integers]:
+    def stream(self) -> Stream:
+        """Return the stream of all tasks."""
+        source, options = self.source, self.options
+        task_of, owners = self._chunks()
+        first = self._first_tasks(task_of, owners)
+        listed = [number for group in self.class_groups for number in group]
+        class_order = sorted(listed, key=lambda number: int(first[number]))  # stable within a task
+        row_of = np.full(len(source.class_names), UNUSED, np.int64)
+        row_of[class_order] = np.arange(len(class_order))
+        groups = self._groups(owners, row_of)
+        tasks = []
+        for index, owner in enumerate(owners.tolist()):
+            train = _rows(self.train, task_of == index, row_of)
+            present = set(train.labels.tolist())
+            untrained = set(row_of[first == index].tolist()) - present
+            classes, missing = tuple(sorted(present | untrained)), tuple(sorted(untrained))
+            test, removed = groups[owner].samples, self.removed[owner]
+            tasks.append(Task(index, classes, train, test, missing, removed))
+        tested = [group for group in groups if len(group.samples) or not options.by_domain]
+        return Stream(
+            source.name,
+            tuple(source.class_names[number] for number in class_order),
+            tuple(class_order),
+            tuple(tasks),
+            (*source.notes, *self.notes, *_notes(tasks, groups, options, self.seed)),
+            options.validation,
+            tuple(tested),
+            source.domain_names if self.test.domains is not None else (),
+            options.budget,
+        )
+
+    def _chunks(self) -> tuple[Integers, Integers]:
         """Return the task of each training image, and the uncut task that each task is part of."""
         for task, removed in enumerate(self.removed):
             members = self.home == task
             if not members.any():
                 raise EmptyTask(task)
-            if removed and self.train.domains is not None:
+            if removed:
+                assert self.train.domains is not None
                 self.home[members & np.isin(self.train.domains, removed)] = UNUSED
                 if not (self.home == task).any():
                     names = ", ".join(self.source.domain_names[domain] for domain in removed)
@@ -172,7 +185,7 @@ class _Cut:
             return task_of, np.arange(len(self.cells))
         return chunked(task_of, self.options.chunk, self.seed)
 
-    def first_tasks(self, task_of: Integers, owners: Integers) -> Integers:
+    def _first_tasks(self, task_of: Integers, owners: Integers) -> Integers:
         """Return the task in which each class first appears.
 
         A class without training images appears in the first task of its group.
@@ -185,13 +198,11 @@ class _Cut:
             first[group[~np.isin(group, self.train.labels[used])]] = task
         return first
 
-    def groups(self, owners: Integers, row_of: Integers) -> list[TestGroup]:
+    def _groups(self, owners: Integers, row_of: Integers) -> list[TestGroup]:
         """Return the test images of each uncut task."""
         groups = []
-        rows = row_of[self.test.labels]
         for number, cell in enumerate(self.cells):
-            chosen = self.test_home == number
-            samples = Samples(self.test.split, self.test.indices[chosen], rows[chosen])
+            samples = _rows(self.test, self.test_home == number, row_of)
             classes = tuple(sorted(row_of[list(self.class_groups[cell // self.width])].tolist()))
             name = f"task {number + 1}"
             if self.domain_groups:
@@ -237,24 +248,9 @@ class _Cut:
         return tuple(sorted(drawn[: self.options.remove_domains].tolist()))
 
 
-def _tasks(
-    cut: _Cut,
-    task_of: Integers,
-    owners: Integers,
-    row_of: Integers,
-    first: Integers,
-    groups: list[TestGroup],
-) -> tuple[Task, ...]:
-    rows, tasks = row_of[cut.train.labels], []
-    for index, owner in enumerate(owners.tolist()):
-        chosen = task_of == index
-        train = Samples(cut.train.split, cut.train.indices[chosen], rows[chosen])
-        present = set(train.labels.tolist())
-        untrained = set(row_of[first == index].tolist()) - present
-        classes, missing = tuple(sorted(present | untrained)), tuple(sorted(untrained))
-        test, removed = groups[owner].samples, cut.removed[owner]
-        tasks.append(Task(index, classes, train, test, missing, removed))
-    return tuple(tasks)
+def _rows(samples: Samples, chosen: NDArray[np.bool_], row_of: Integers) -> Samples:
+    """Return the chosen samples with rows of the stream, instead of class ids, as labels."""
+    return Samples(samples.split, samples.indices[chosen], row_of[samples.labels[chosen]])
 
 
 def _group_numbers(groups: Groups, count: int) -> Integers:
@@ -273,15 +269,13 @@ def _reduce(samples: Samples, images: int | None, field: str, seed: int) -> Samp
 
 
 def _check_removed_domains(source: Source, remove: int) -> None:
-    problem, count = "", len(source.domain_names)
-    if remove and source.train.domains is None:
-        problem = f"the images of '{source.name}' have no domain labels"
-        problem += "; use 0 or a source with domains"
-    elif remove and remove >= count:
+    count = len(source.domain_names)
+    if source.train.domains is None:
+        problem = f"the images of '{source.name}' have no domain labels; use 0 or a source with "
+        raise BadOption("the stream", "remove_domains", f"{problem}domains")
+    if remove >= count:
         problem = f"removing {remove} of {count} domains leaves no training image"
-        problem += f"; use at most {count - 1}"
-    if problem:
-        raise BadOption("the stream", "remove_domains", problem)
+        raise BadOption("the stream", "remove_domains", f"{problem}; use at most {count - 1}")
 
 
 def _notes(

@@ -55,11 +55,9 @@ PAPER_DATASETS = {
     ),
     **{
         name: PaperDataset(
-            (folder,),
-            f"Download {aper.SUBSET.format(folder)}",
-            partial(aper.subset_source, name),
+            (name,), f"Download {aper.SUBSET.format(name)}", partial(aper.subset_source, name)
         )
-        for name, folder in aper.SUBSETS.items()
+        for name in aper.SUBSETS
     },
 }
 

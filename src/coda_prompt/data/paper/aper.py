@@ -17,13 +17,8 @@ from coda_prompt.data.sources import FileSplit, Source
 from coda_prompt.errors import CorruptFile, MissingData
 
 CUB_LOCATIONS = ("cub", "CUB_200_2011")
-SUBSETS = {
-    "imagenet-a": "imagenet-a",
-    "objectnet": "objectnet",
-    "omnibenchmark": "omnibenchmark",
-    "vtab": "vtab",
-}
-"""Name of a dataset -> its folder in the data folder."""
+SUBSETS = ("imagenet-a", "objectnet", "omnibenchmark", "vtab")
+"""Names of datasets, and of their folders in the data folder."""
 SUBSET = (
     "the subset that https://github.com/sun-hailong/LAMDA-PILOT links to, extracted "
     "to {}/ (with train/ and test/) in a folder"

@@ -29,7 +29,7 @@ def domainnet_source(path: Path, lists: Path | None = None) -> Source:
         [entry for domain in DOMAINS for entry in _read_list(domain, split, lists or path)]
         for split in ("train", "test")
     )
-    return source_from_lists("domainnet", path, train, test, lambda file: file.split("/")[0])
+    return source_from_lists("domainnet", path, train, test, lambda path: Path(path).parts[-3])
 
 
 def _read_list(domain: str, split: str, folder: Path) -> list[ListEntry]:

@@ -7,15 +7,15 @@ depends on the lists.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from coda_prompt.data.folders import folder_source
-from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_lists
-from coda_prompt.data.sources import FileSplit, Source
+from coda_prompt.data.paper.lists import ListEntry, check_path, source_from_lists, with_domains
+from coda_prompt.data.sources import Source
 from coda_prompt.errors import CorruptFile, MissingData
 
 LOCATIONS = ("imagenet-r",)
@@ -39,7 +39,9 @@ def imagenet_r_source(path: Path, lists: Path | None = None) -> Source:
         raise MissingData(lists, problem, "Download both lists.")
     what = "class order is not" if (path / "train").is_dir() else "split and class order are not"
     note = f"{what} the paper's: its lists {' and '.join(LISTS)} are missing"
-    return _add_domains(folder_source(path), note)
+    source = folder_source(path)
+    source = replace(source, name="imagenet-r", notes=(*source.notes, note))
+    return with_domains(source, image_type)
 
 
 def image_type(path: str) -> str:
@@ -82,15 +84,3 @@ def _read_list(path: Path) -> list[ListEntry]:
         below = "/".join(file.split("/")[-2:])  # data/imagenet-r/<class>/<file>
         entries.append(ListEntry(check_path(below, path, depth=1), label, path))
     return entries
-
-
-def _add_domains(source: Source, note: str) -> Source:
-    """Return the source with the image types as domains."""
-    assert isinstance(source.train, FileSplit)
-    assert isinstance(source.test, FileSplit)
-    splits = (source.train, source.test)
-    names = tuple(sorted({image_type(path) for split in splits for path in split.paths}))
-    ids = {name: index for index, name in enumerate(names)}
-    for split in splits:
-        split.domains = np.array([ids[image_type(path)] for path in split.paths], np.int64)
-    return Source("imagenet-r", source.class_names, *splits, names, (*source.notes, note))

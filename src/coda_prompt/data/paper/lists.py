@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ def source_from_lists(
         folder: the dataset's folder.
         train: entries of the training lists.
         test: entries of the test lists.
-        domain_of: returns the domain of an image from its path.
+        domain_of: as in `with_domains`.
 
     Raises:
         CorruptFile: the class ids have gaps or contradict the folders, or an image is listed twice.
@@ -47,17 +48,24 @@ def source_from_lists(
     class_names = _class_names(entries)
     _check_unique(entries)
     _check_files(folder, entries)
-    domain_names = tuple(sorted({domain_of(entry.path) for entry in entries}))
-    domain_ids = {domain: index for index, domain in enumerate(domain_names)}
-
-    def split(entries: Sequence[ListEntry]) -> FileSplit:
-        return FileSplit(
-            (os.path.join(folder, entry.path) for entry in entries),
-            np.array([entry.label for entry in entries], int),
-            np.array([domain_ids[domain_of(entry.path)] for entry in entries], int),
+    splits = [
+        FileSplit(
+            (os.path.join(folder, entry.path) for entry in part),
+            np.array([entry.label for entry in part], int),
         )
+        for part in (train, test)
+    ]
+    return with_domains(Source(name, class_names, splits[0], splits[1]), domain_of)
 
-    return Source(name, class_names, split(train), split(test), domain_names)
+
+def with_domains(source: Source, domain_of: Callable[[str], str]) -> Source:
+    """Return a source of files with domains, each of which `domain_of` finds from a path."""
+    splits = [split for split in (source.train, source.test) if isinstance(split, FileSplit)]
+    domains = [[domain_of(path) for path in split.paths] for split in splits]
+    names = sorted(set().union(*domains))
+    for split, each in zip(splits, domains, strict=True):
+        split.domains = np.searchsorted(names, each)
+    return replace(source, domain_names=tuple(names))
 
 
 def check_path(path: str, listed_in: Path, depth: int) -> str:
