@@ -28,8 +28,11 @@ class Confusion:
     """How often images of one class were predicted to be of another."""
 
     true: str
+    """The class the images belong to."""
     predicted: str
+    """The class that was predicted."""
     images: int
+    """Images that were confused."""
     share: float
     """Of the images of the true class."""
 

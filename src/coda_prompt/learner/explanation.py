@@ -20,9 +20,11 @@ class Neighbour:
     """A class and how near the image is to it."""
 
     label: str
+    """Class name."""
     distance: float | None
     """Cosine distance, from 0 (same direction) to 2; None if the method has no such measure."""
     probability: float
+    """Probability of the class."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class PromptWeights:
     """How much each prompt contributes in one block of the ViT."""
 
     block: int
-    """Counted from 0."""
+    """Block of the ViT, counted from 0."""
     weights: tuple[float, ...]
+    """Of each prompt."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ class HeldOutClass:
     """Accuracy on the held-out images of one class."""
 
     label: str
+    """Class name."""
     images: int
+    """Held-out images of the class."""
     accuracy: float
     """Among all classes that were known right after the lesson of the images."""
 

@@ -42,7 +42,9 @@ class Candidate:
     """A class and its probability."""
 
     label: str
+    """Class name."""
     probability: float
+    """Its calibrated probability."""
 
 
 @dataclass(frozen=True)

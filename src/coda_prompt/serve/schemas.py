@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
+from coda_prompt.learner.confusion import Confusion
+from coda_prompt.learner.explanation import Neighbour, PromptWeights
+from coda_prompt.learner.held_out import HeldOutClass
+from coda_prompt.learner.predictor import Prediction
+from coda_prompt.learner.reports import DESCRIBED
 from coda_prompt.serve.uploads import MAX_IMAGES_LEARN, MAX_IMAGES_PREDICT
 
 if TYPE_CHECKING:
@@ -77,27 +82,9 @@ class ForgetRequest(Body):
     confirm: bool = Field(description="Must be true: this cannot be undone.")
 
 
-class Candidate(BaseModel):
-    label: str = Field(description="Class name.")
-    probability: float = Field(description="Its calibrated probability.")
-
-
-class Prediction(BaseModel):
-    label: str | None = Field(description="The most likely class; null if `unknown`.")
-    unknown: bool = Field(
-        description="Whether `typicality` is below `unknown_rate` (with `unknown=auto`) or "
-        "`probability` below `unknown_below`."
-    )
-    best: str = Field(description="The most likely class, unknown or not.")
-    probability: float = Field(description="The probability of `best`.")
-    top: list[Candidate] = Field(description="The most likely classes in descending order.")
-    typicality: float | None = Field(
-        description="Share of images of the learned classes that look no more typical of them; "
-        "null without `unknown=auto`."
-    )
-
-
 class Predictions(BaseModel):
+    model_config = DESCRIBED
+
     version: str = Field(description="The model version that made the predictions.")
     predictions: list[Prediction] = Field(description="One for each image, in order.")
 
@@ -131,20 +118,9 @@ class ServiceState(BaseModel):
     job: JobState | None = Field(description="The newest lesson since the service started.")
 
 
-class Neighbour(BaseModel):
-    label: str = Field(description="Class name.")
-    distance: float | None = Field(
-        description="Cosine distance to the class; null if the method has no such measure."
-    )
-    probability: float = Field(description="Probability of the class.")
-
-
-class PromptWeights(BaseModel):
-    block: int = Field(description="Block of the ViT, counted from 0.")
-    weights: list[float] = Field(description="How much each prompt contributes.")
-
-
 class ExplanationAnswer(BaseModel):
+    model_config = DESCRIBED
+
     version: str = Field(description="The model version that is explained.")
     nearest: list[Neighbour] = Field(description="Nearest classes, the nearest first.")
     prompts: list[PromptWeights] = Field(
@@ -163,23 +139,12 @@ class Classes(BaseModel):
     classes: list[str] = Field(description="Class names in the order they were learned.")
 
 
-class HeldOutClass(BaseModel):
-    label: str = Field(description="Class name.")
-    images: int = Field(description="Held-out images of the class.")
-    accuracy: float = Field(description="Among all classes that were known after their lesson.")
-
-
-class ConfusedPair(BaseModel):
-    true: str = Field(description="The class the images belong to.")
-    predicted: str = Field(description="The class that was predicted.")
-    images: int = Field(description="Held-out images that were confused.")
-    share: float = Field(description="Of the held-out images of the true class.")
-
-
 class HeldOutAccuracy(BaseModel):
+    model_config = DESCRIBED
+
     version: str = Field(description="The current model version.")
     classes: list[HeldOutClass] = Field(description="Classes that had held-out images.")
-    confused: list[ConfusedPair] = Field(description="Most confused pairs first.")
+    confused: list[Confusion] = Field(description="Most confused pairs first.")
 
 
 class ModelInfo(BaseModel):
