@@ -168,15 +168,13 @@ class ContinualClassifier(EditableEstimator):
         images = labelled(data, labels, skip_bad=skip_bad, channels=channels)
         chosen = self.choose_backbone(images) if self.backbone == AUTO else None
         network, fabric = self.network, self.network.fabric
-        training = network.training
-        if any(option is not None for option in (epochs, queries, views)):
-            options = {"epochs": epochs, "queries": queries, "views": views}
-            training = lesson_training(network, options)
+        training = lesson_training(network, epochs=epochs, queries=queries, views=views)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         warnings = advice.warnings(network, images, checked)
         shown = self.verbose and fabric.global_rank == 0
         if shown:
-            feedback.announce(chosen or network.backbone_name, images, warnings)
+            feedback.LOGGER.info("%s; %s", chosen or network.backbone_name, advice.summary(images))
+            feedback.warn(warnings)
         bar = feedback.LearnerProgress() if shown and on_event is None else None
         show = bar.on_event if bar else on_event or (lambda event: None)
         engine = Engine(network.views, training, fabric=fabric, on_event=show, should_stop=stop)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,10 +44,6 @@ class Explanation:
     """The nearest classes first; without distances, the most likely."""
     prompts: tuple[PromptWeights, ...]
     """Weights of the prompts for this image; empty if the method has none that depend on it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the explanation as plain JSON types."""
-        return asdict(self)
 
 
 def explain(network: Network, view: Tensor) -> Explanation:

@@ -12,7 +12,6 @@ from coda_prompt import console
 from coda_prompt.errors import CodaWarning
 
 if TYPE_CHECKING:
-    from coda_prompt.data.resolve import Labelled
     from coda_prompt.training.settings import Event
 
 LOGGER = logging.getLogger("coda_prompt")
@@ -59,15 +58,7 @@ class LearnerProgress(console.ProgressBar):
             console.print_message(f"{status}: {self._task.percentage:.0f} %{remaining}")
 
 
-def warn(messages: Iterable[str], stacklevel: int = 3) -> None:
-    """Warn the caller of `learn`, `stacklevel` calls away."""
+def warn(messages: Iterable[str]) -> None:
+    """Warn the caller of `learn`, which calls this."""
     for message in messages:
-        warnings.warn(message, CodaWarning, stacklevel=stacklevel)
-
-
-def announce(backbone: str, images: Labelled, messages: Iterable[str]) -> None:
-    """Log what `learn` is about to learn, and warn its caller about the images."""
-    from coda_prompt.learner import advice  # slow to import, and predictions need none
-
-    LOGGER.info("%s; %s", backbone, advice.summary(images))
-    warn(messages, stacklevel=4)
+        warnings.warn(message, CodaWarning, stacklevel=3)

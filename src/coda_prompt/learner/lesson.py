@@ -38,7 +38,7 @@ NOT_IDENTIFYING = {"watched", "files", "predictions", "drawings"}
 """Fields of earlier lessons that do not influence a lesson."""
 
 
-def lesson_training(network: Network, options: dict[str, Any]) -> Training:
+def lesson_training(network: Network, **options: Any) -> Training:
     """Return the training with options for one lesson only; those that are None change nothing."""
     if options["epochs"] is not None and network.method.closed_form:
         problem = f"{network.entry.name} has nothing to train; leave it out"

@@ -22,8 +22,6 @@ DESCRIBED = ConfigDict(use_attribute_docstrings=True)
 class HistoryEntry:
     """A lesson or an edit."""
 
-    __pydantic_config__ = DESCRIBED
-
     kind: str
     """`lesson` or `edit`."""
     date: str
@@ -55,8 +53,6 @@ class HistoryEntry:
 @dataclass(frozen=True)
 class VersionEntry:
     """A version that can be restored."""
-
-    __pydantic_config__ = DESCRIBED
 
     number: int
     """Number of the version, for `undo` and `diff`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
@@ -176,7 +177,7 @@ async def explain(
         raise RequestError(422, f"Send one image to explain, not {len(images)}.")
     with service.batcher.admit(1):
         version, explanation = await asyncio.to_thread(service.explain, images[0][1])
-    return {"version": version.name, **explanation.as_dict()}
+    return {"version": version.name, **dataclasses.asdict(explanation)}
 
 
 @api.post(
