@@ -25,7 +25,7 @@ from coda_prompt.cli.completion import (
     complete_preset,
 )
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData
-from coda_prompt.learner import duration, feedback, store
+from coda_prompt.learner import feedback, store
 from coda_prompt.learner.feedback import LearnerProgress
 from coda_prompt.methods import METHODS
 from coda_prompt.model.catalog import CATALOG
@@ -142,7 +142,7 @@ def test_progress_is_printed_in_lines_without_a_terminal(
 def test_long_lessons_are_announced(
     tmp_path: Path, drawing_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(duration, "LONG_LESSON", 0.0)
+    monkeypatch.setattr(feedback, "LONG_LESSON", 0.0)
     done = coda("learn", tmp_path / "model", drawing_folders / "task-1", "--method", "ncm")
     assert done.exit_code == 0, done.exception
     assert "this will take about" in done.stderr

@@ -286,7 +286,7 @@ def _print_lesson(
 ) -> None:
     """Print what is about to be learned, how long it takes, what was left out, and warnings."""
     from coda_prompt.learner import advice
-    from coda_prompt.learner.duration import LONG_LESSON, estimate_seconds
+    from coda_prompt.learner.feedback import LONG_LESSON, estimate_seconds
 
     if (chosen := classifier.choose_backbone(images)) is not None:
         output.message(chosen)

@@ -525,9 +525,6 @@ def _unchanged_on_error(classifier: EditableEstimator, previous: Model) -> Itera
 def _edit(
     tasks: Sequence[TaskRecord], what: str, names: Sequence[str], into: str | None = None
 ) -> EditRecord:
-    lessons = len(tasks)
-    return EditRecord(date=_now(), after_lesson=lessons, what=what, names=list(names), into=into)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    after = len(tasks)
+    return EditRecord(date=date, after_lesson=after, what=what, names=list(names), into=into)
