@@ -1,10 +1,12 @@
-"""Helpers for tests: tiny ViTs, classes of noisy patterns, and the `coda` command."""
+"""Helpers for tests: tiny ViTs, classes of noisy patterns, scripts, and the `coda` command."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,6 +28,7 @@ from coda_prompt.preprocessing import Preprocessing
 from coda_prompt.training.loading import Views
 
 Outcome = TypeVar("Outcome")
+ROOT = Path(__file__).parents[1]
 PAPER_METHODS = (
     "upper-bound",
     "er-5000",
@@ -192,3 +195,10 @@ def reloaded(method: Method, folder: Path) -> Method:
     new = methods.make(method.name, tiny_vit(), **asdict(method.config))
     new.load_learned_state(load_file(folder / "state.safetensors"))
     return new
+
+
+def tool(name: str) -> Any:
+    """Import a script of tools/ by its name, with the scripts it imports itself."""
+    if str(ROOT / "tools") not in sys.path:
+        sys.path.append(str(ROOT / "tools"))
+    return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The documentation: every option and public name, links, drawings, and the built site."""
+"""The documentation: options, public names, links, drawings, notebooks, and the built site."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from scripts import ROOT, tool
+from safetensors.numpy import load_file
+from small import ROOT, tool
 
+from coda_prompt.methods import METHODS
 from coda_prompt.serve.app import make_app
 
 DOCS = ROOT / "docs"
@@ -135,3 +137,101 @@ def test_site_builds_without_warnings_and_is_complete(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert list(check_site.problems(tmp_path)) == []
+
+
+# -- notebooks
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = [path.stem for path in EXAMPLES if path.read_text("utf-8").startswith("# %%")]
+
+
+def code_cells(name: str) -> list[str]:
+    """Return the code cells of an example."""
+    text = (ROOT / "examples" / f"{name}.py").read_text("utf-8")
+    cells = re.split(r"^# %%(.*)\n", text, flags=re.M)
+    return [
+        body.strip().replace("# %matplotlib", "%matplotlib")
+        for head, body in zip(cells[1::2], cells[2::2], strict=True)
+        if "markdown" not in head
+    ]
+
+
+def test_there_are_seven_notebooks() -> None:
+    assert len(NOTEBOOKS) == 7
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_rendered_page_has_the_code_and_outputs_of_the_example(name: str) -> None:
+    page = (ROOT / "docs" / "examples" / f"{name}.md").read_text("utf-8")
+    for cell in code_cells(name):
+        assert cell in page, f"run: python tools/render_examples.py {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_runs(name: str) -> None:
+    for module in ("jupytext", "nbclient", "nbconvert", "ipykernel"):
+        pytest.importorskip(module)
+    notebook = tool("render_examples").execute(name)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs
+    assert not [output for output in outputs if output["output_type"] == "error"]
+
+
+# -- generated reference pages
+
+
+GENERATED: dict[str, str] = tool("write_reference").pages()
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_reference_page_is_up_to_date(name: str) -> None:
+    committed = (ROOT / "docs" / "reference" / name).read_text("utf-8")
+    assert committed == GENERATED[name], "run: python tools/write_reference.py"
+
+
+def test_every_embedded_file_is_on_the_licence_page() -> None:
+    assets = ROOT / "src" / "coda_prompt" / "assets"
+    page = (ROOT / "docs" / "reference" / "licences.md").read_text("utf-8")
+    names = [path.name for path in assets.iterdir() if path.suffix not in (".md", ".py")]
+    assert len(names) > 3
+    assert [name for name in names if f"assets/{name}" not in page] == []
+
+
+def test_the_number_of_methods_is_stated_once_and_generated() -> None:
+    stated = {}
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        if numbers := re.findall(r"\b(\d+) methods\b", path.read_text("utf-8")):
+            stated[path.name] = [int(number) for number in numbers]
+    assert stated == {"options.md": [len(METHODS)]}
+
+
+def test_methods_checked_against_released_code_are_those_with_golden_numbers() -> None:
+    golden = {
+        name.partition(".")[0]
+        for path in (ROOT / "tests" / "golden").glob("*.safetensors")
+        for name in load_file(path)
+    }
+    page = (ROOT / "docs" / "reference" / "methods.md").read_text("utf-8")
+    compared, others = (
+        set(re.findall(r"`([^` /]+)`", re.findall(rf"^\| {words}.*\|(.*)\|$", page, re.M)[0]))
+        for words in ("parts of them agree", "not compared")
+    )
+    modules = {name: entry.type.__module__.rpartition(".")[2] for name, entry in METHODS.items()}
+    expected = {
+        name for name, module in modules.items() if {module, module.removesuffix("prompt")} & golden
+    }
+    assert compared == expected
+    assert others == set(METHODS) - expected
+
+
+def test_settings_of_the_papers_benchmarks_are_resolved() -> None:
+    page = GENERATED["presets.md"]
+    rows = [line for line in page.splitlines() if "epochs |" in line or "nothing trains" in line]
+    assert len(rows) == len(METHODS)
+    assert "None" not in "".join(rows)
+    assert re.search(r"\| `ft` \| 0.0001, 50 .*\(5e-05, 20 epochs\)", page)
+    disagreements = (ROOT / "docs" / "paper.md").read_text("utf-8")
+    for topic in ("learning rates", "L2P++'s pool", "general prompts", "class order", "validation"):
+        assert f"{topic}" in disagreements.partition("## Where paper and")[2]

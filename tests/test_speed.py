@@ -1,7 +1,8 @@
-"""The textbook implementation used as a speed baseline: same results, counted cost."""
+"""Scripts that measure and predict speed: the textbook, the baseline of `make bench`, scaling."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,22 @@ from small import tiny_vit
 from torch.testing import assert_close
 
 from coda_prompt import methods
+from coda_prompt.bench.config import load_benchmark
+from coda_prompt.bench.cost import multiply_adds
 from coda_prompt.methods import TaskBrief, TrainingBatch
 from coda_prompt.methods.coda import CodaPrompt
+from coda_prompt.model.catalog import load_backbone
 from coda_prompt.model.vit import ViT, ViTConfig
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import speed
-from textbook import TextbookCoda
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+import regression  # noqa: E402
+import scale  # noqa: E402
+import speed  # noqa: E402
+from textbook import TextbookCoda  # noqa: E402
+
+BENCHMARKS = ROOT / "benchmarks"
+BASELINE = {"exact": 1.6, "cached": 2.2}
 
 
 def tiny_in_task(tasks: int, layer_scale: bool = False) -> CodaPrompt:
@@ -134,3 +144,90 @@ def test_micro_batches_accumulate_the_gradient_of_the_batch() -> None:
         gradients.append([each.grad for each in method.trainable_parameters()])
     for whole, accumulated in zip(*gradients, strict=True):
         assert_close(accumulated, whole)
+
+
+# -- make bench
+
+
+def never() -> dict[str, float]:
+    raise AssertionError("measured a second time")
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {"exact": 1.6, "cached": 2.2},
+        {"exact": 1.37, "cached": 1.88},  # 14 % less
+        {"exact": 3.0, "cached": 4.0, "new": 0.1},  # faster, and one that has no baseline
+    ],
+)
+def test_speeds_within_the_tolerance_pass_in_one_run(measured: dict[str, float]) -> None:
+    assert regression.slower(BASELINE, measured) == []
+    assert regression.confirmed(BASELINE, never, measured) == []
+
+
+def test_a_regression_fails_if_the_second_run_confirms_it() -> None:
+    first = {"exact": 1.35, "cached": 2.2}  # 16 % less
+    assert regression.slower(BASELINE, first) == ["exact"]
+    again = {"exact": 1.3, "cached": 2.2}
+    assert regression.confirmed(BASELINE, lambda: again, first) == ["exact"]
+    assert regression.confirmed(BASELINE, lambda: BASELINE, first) == []
+    other = {"exact": 1.6, "cached": 1.0}  # each run has another outlier
+    assert regression.confirmed(BASELINE, lambda: other, first) == []
+
+
+def test_a_step_that_is_not_measured_any_more_fails() -> None:
+    missing = {"exact": 1.6}
+    assert regression.confirmed(BASELINE, lambda: missing, missing) == ["cached"]
+
+
+def test_the_committed_baseline_has_every_measured_step() -> None:
+    content = json.loads((BENCHMARKS / "baseline.json").read_text("utf-8"))
+    names = {
+        f"{backbone}, {step}"
+        for backbone in regression.REPETITIONS
+        for step in regression.STEPS
+        if step != "textbook"
+    }
+    assert content["times faster than the textbook"].keys() == names
+
+
+def test_steps_are_measured_as_ratios_to_the_textbook() -> None:
+    ratios = regression.measure({"pocket": 1})
+    assert ratios.keys() == {"pocket, exact", "pocket, cached"}
+    assert all(ratio > 0 for ratio in ratios.values())
+
+
+# -- tools/scale.py
+
+
+@pytest.mark.parametrize("name", ["ViT-B/16", "pocket"])
+def test_estimated_operations_equal_counted_ones(name: str) -> None:
+    net = scale.NETS["ViT-B/16"] if name == "ViT-B/16" else scale.pocket()
+    vit = ViTConfig() if name == "ViT-B/16" else load_backbone("pocket").vit.config
+    options = ("methods.coda-p.options.length=8", "methods.coda-p.options.components=50")
+    benchmark = load_benchmark("pocket", [*options, "training.queries=exact"])
+    counted = multiply_adds(benchmark, "coda-p", vit, [20] * 5)
+    sums = net.prompt_sum(50)
+    assert net.forward + net.prompted + sums == pytest.approx(counted.inference, rel=0.03)
+    whole = net.forward + net.prompted + net.backward + 2 * sums
+    assert whole == pytest.approx(counted.training, rel=0.05)
+
+
+def test_measured_points_are_predicted_within_25_percent() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "speed.json").read_text("utf-8"))
+    points = list(scale.points(measured))
+    assert len(points) >= 10
+    assert [point for point in points if abs(point[1] / point[2] - 1) > 0.25] == []
+
+
+def test_docs_contain_the_printed_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "lab" / "scaling.md").read_text("utf-8").splitlines()
+    for more, least in ((), 40), (("--check",), 16):
+        monkeypatch.setattr(sys, "argv", ["scale.py", *more])
+        scale.main()
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) > least
+        assert [line for line in printed if line not in page] == []

@@ -2,7 +2,7 @@
 
     python tools/write_reference.py
 
-`tests/test_reference.py` fails if a page differs from what this script writes.
+`tests/test_site.py` fails if a page differs from what this script writes.
 """
 
 from __future__ import annotations
