@@ -26,7 +26,7 @@ from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.editing import CurrentService
 from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
-from coda_prompt.serve.requests import read_examples, read_images
+from coda_prompt.serve.requests import Images, read_examples, read_image, read_images
 from coda_prompt.serve.service import Answer, Job, Service
 from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels, make_preview
 
@@ -125,7 +125,7 @@ CurrentJob = Annotated[Job, Depends(_get_job)]
 
 @api.post("/predict", response_model=schemas.Predictions, openapi_extra=schemas.PREDICT_BODY)
 async def predict(
-    images: Annotated[list[tuple[str, bytes]], Depends(read_images)],
+    images: Annotated[Images, Depends(read_images)],
     service: CurrentService,
     metrics: CurrentMetrics,
     top: Annotated[int, Query(ge=1, le=100, description="How many classes to return.")] = 5,
@@ -170,13 +170,11 @@ async def predict(
 
 @api.post("/explain", response_model=schemas.ExplanationAnswer, openapi_extra=schemas.PREDICT_BODY)
 async def explain(
-    images: Annotated[list[tuple[str, bytes]], Depends(read_images)], service: CurrentService
+    image: Annotated[tuple[str, bytes], Depends(read_image)], service: CurrentService
 ) -> dict[str, Any]:
     """Explain the prediction for one image: nearest classes, and the weights of the prompts."""
-    if len(images) != 1:
-        raise RequestError(422, f"Send one image to explain, not {len(images)}.")
     with service.batcher.admit(1):
-        version, explanation = await asyncio.to_thread(service.explain, images[0][1])
+        version, explanation = await asyncio.to_thread(service.explain, image[1])
     return {"version": version.name, **dataclasses.asdict(explanation)}
 
 
@@ -187,14 +185,13 @@ async def explain(
     responses={200: {"content": {"image/png": {}}, "description": "The image."}},
 )
 async def preview(
-    images: Annotated[list[tuple[str, bytes]], Depends(read_images)], service: CurrentService
+    image: Annotated[tuple[str, bytes], Depends(read_image)], service: CurrentService
 ) -> Response:
     """Return an image as a PNG of at most 512 x 512 pixels, for files that browsers cannot show."""
-    if len(images) != 1:
-        raise RequestError(422, f"Send one image to preview, not {len(images)}.")
+    name, content = image
     with service.batcher.admit(1):
-        content = await asyncio.to_thread(make_preview, images[0][1], images[0][0])
-    return Response(content, media_type="image/png")
+        preview = await asyncio.to_thread(make_preview, content, name)
+    return Response(preview, media_type="image/png")
 
 
 @api.post(
@@ -218,9 +215,9 @@ async def job(job: CurrentJob) -> schemas.JobState:
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}, "description": "States of the lesson."}},
 )
-async def job_events(job: CurrentJob) -> StreamingResponse:
+async def job_events(job: CurrentJob, service: CurrentService) -> StreamingResponse:
     """Stream the state of a lesson as server-sent events, one for each change."""
-    return _event_stream(job.states())
+    return _event_stream(service.states(job))
 
 
 @api.get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -32,21 +33,6 @@ log = logging.getLogger(__name__)
 MAX_DETAIL = 1_000
 """Characters; names and values that clients send may be repeated in it."""
 
-TITLES = {
-    400: "Bad request",
-    401: "Token required",
-    403: "Forbidden",
-    404: "Not found",
-    405: "Method not allowed",
-    408: "Request timeout",
-    409: "Conflict",
-    413: "Too large",
-    415: "Unsupported media type",
-    422: "Invalid content",
-    429: "Too many requests",
-    503: "Unavailable",
-    504: "Timeout",
-}
 INVALID = (BadClassName, BadImage, BadImages, BadOption, MissingData, NotLearned)
 """Errors that are the client's."""
 CLIENT_CLOSED_REQUEST = 499
@@ -59,7 +45,7 @@ def problem_response(
     """Return a problem document."""
     if len(detail) > MAX_DETAIL:
         detail = f"{detail[:MAX_DETAIL]}…"
-    problem = Problem(title=TITLES.get(status, "Error"), status=status, detail=detail)
+    problem = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
     return JSONResponse(
         problem.model_dump(), status, dict(headers or {}), "application/problem+json"
     )
@@ -84,12 +70,10 @@ def validation_message(first: Mapping[str, Any]) -> str:
 def add_exception_handlers(app: FastAPI) -> None:
     """Answer every error of the routes with a problem document."""
 
-    @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> JSONResponse:
-        return request_error_response(error)
-
     @app.exception_handler(CodaError)
     async def coda_error(_: Request, error: CodaError) -> JSONResponse:
+        if isinstance(error, RequestError):
+            return request_error_response(error)
         if isinstance(error, NothingToUndo):
             return problem_response(409, "There is no earlier version to restore.")
         if isinstance(error, FolderBusy | CannotEdit):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import Request
+from fastapi import Depends, Request
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -25,6 +25,8 @@ MAX_ZIP_RATIO = 1032
 """Bytes that deflate packs into one, at most."""
 JSON, FORM = "application/json", "multipart/form-data"
 
+Images = list[tuple[str, bytes]]
+"""A name for messages and the file content of each image."""
 Body = TypeVar("Body", bound=schemas.Body)
 
 
@@ -44,14 +46,24 @@ def json_reader(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     return read
 
 
-async def read_images(request: Request) -> list[tuple[str, bytes]]:
-    """Return the images to predict: a name for messages and the file content of each."""
+async def read_images(request: Request) -> Images:
+    """Return the images to predict."""
     if _media_type(request, JSON, FORM) == JSON:
         images = (await _read_json(request, schemas.PredictRequest)).images
         return await asyncio.to_thread(_decoded, images)
     async with _read_form(request, uploads.MAX_IMAGES_PREDICT) as form:
         files = _files(request, form, "images")
         return [(f"image {number}", await file.read()) for number, file in enumerate(files, 1)]
+
+
+async def read_image(
+    request: Request, images: Annotated[Images, Depends(read_images)]
+) -> tuple[str, bytes]:
+    """Return the only image of a request."""
+    if len(images) != 1:
+        purpose = request.url.path.rpartition("/")[2]
+        raise RequestError(422, f"Send one image to {purpose}, not {len(images)}.")
+    return images[0]
 
 
 async def read_examples(request: Request) -> list[Example]:
@@ -75,8 +87,7 @@ async def read_examples(request: Request) -> list[Example]:
         return [Example(*pair) for pair in zip(labels, contents, strict=True)]
 
 
-def _decoded(images: Sequence[schemas.ImageData]) -> list[tuple[str, bytes]]:
-    """Return a name for messages and the file content of each image."""
+def _decoded(images: Sequence[schemas.ImageData]) -> Images:
     named = ((f"image {number}", image.data) for number, image in enumerate(images, 1))
     return [(name, uploads.decode_base64(data, name)) for name, data in named]
 

@@ -73,23 +73,10 @@ class Answer:
     """How typical the image is of the learned classes; None in models of earlier versions."""
 
 
-class Changes:
-    """Wakes everyone who waits for a change."""
-
-    def __init__(self) -> None:
-        self.next = asyncio.Event()
-        """Set at the next change; read it before the state it belongs to."""
-
-    def notify(self) -> None:
-        self.next.set()
-        self.next = asyncio.Event()
-
-
 class Job(JobState):
     """State of a lesson, from the request to the new version."""
 
     _started: float = PrivateAttr(default_factory=time.time)
-    _changes: Changes = PrivateAttr(default_factory=Changes)
 
     @property
     def seconds(self) -> float:
@@ -100,20 +87,6 @@ class Job(JobState):
     def ended(self) -> bool:
         """Whether the state will not change any more."""
         return self.state == "failed" or self.stage == "done"
-
-    def update(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
-        self._changes.notify()
-
-    async def states(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the current state and every later one, until the lesson has ended."""
-        while True:
-            changed = self._changes.next
-            yield self.model_dump()
-            if self.ended:
-                return
-            await changed.wait()
 
 
 class Service:
@@ -149,7 +122,7 @@ class Service:
         """How other processes load the model."""
         self.current = self._read(None)
         self.process = LearningProcess(folder, self.options)
-        self.changes = Changes()
+        self._changed = asyncio.Event()
         self.closing = False
         self.jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
@@ -198,7 +171,7 @@ class Service:
         self.jobs[job.id] = job
         for old in list(self.jobs)[:-MAX_JOBS]:
             del self.jobs[old]
-        self.changes.notify()
+        self._notify()
         lesson = asyncio.create_task(self._run_lesson(job, examples))
         self._lessons.add(lesson)
         lesson.add_done_callback(self._lessons.discard)
@@ -266,18 +239,29 @@ class Service:
         newest = next(reversed(self.jobs.values()), None)
         return ServiceState(version=self.current.name, learning=self.learning, job=newest)
 
-    async def states(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the state at every change and every few seconds, until the service closes."""
-        while not self.closing:
-            changed = self.changes.next
-            yield self.state.model_dump()
+    async def states(self, job: Job | None = None) -> AsyncIterator[dict[str, Any]]:
+        """Yield a state at every change and every few seconds, until the service closes.
+
+        Args:
+            job: The lesson to follow, until it has ended; None: the service.
+        """
+        while True:
+            changed = self._changed  # read before the state
+            yield (job or self.state).model_dump()
+            if self.closing or (job is not None and job.ended):
+                return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), HEARTBEAT)
+
+    def _notify(self) -> None:
+        """Wake everyone who follows the state."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def end_streams(self) -> None:
         """End the streams of states, which would delay a shutdown."""
         self.closing = True
-        self.changes.notify()
+        self._notify()
 
     async def close(self) -> None:
         """Answer pending predictions; cancel a running lesson, which leaves the model unchanged."""
@@ -333,8 +317,9 @@ class Service:
         )  # fmt: skip
 
     def _update(self, job: Job, **fields: Any) -> None:
-        job.update(**fields)
-        self.changes.notify()
+        for name, value in fields.items():
+            setattr(job, name, value)
+        self._notify()
 
     # -- model folder
 
@@ -342,7 +327,7 @@ class Service:
         """Predict with the version in the folder from now on."""
         backbone = self.current.classifier.network.backbone
         self.current = await asyncio.to_thread(self._read, backbone)
-        self.changes.notify()
+        self._notify()
 
     def _read(self, backbone: LoadedBackbone | None) -> Version:
         """Read the version in the folder, onto a backbone that is loaded already."""
