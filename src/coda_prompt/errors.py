@@ -71,6 +71,18 @@ class BadOption(CodaError):
         super().__init__(f"Option '{field}'{where}: {problem}.")
 
 
+class BadClassName(BadOption, ValueError):
+    """A text cannot be the name of a class."""
+
+    def __init__(self, text: str) -> None:
+        shown = ascii(text[:40] + ("…" if len(text) > 40 else ""))
+        CodaError.__init__(
+            self,
+            f"{shown} cannot be the name of a class: use visible characters, on one line, without "
+            "control characters.",
+        )
+
+
 def bad_field(
     owner: str,
     error: ValidationError,
@@ -130,17 +142,6 @@ class InvalidLabels(CodaError):
         super().__init__(
             f"Task {task + 1}: {problem}. New classes take the next free rows in order, and every "
             "training label is one of the task's classes."
-        )
-
-
-class BadClassName(CodaError, ValueError):
-    """A text cannot be the name of a class."""
-
-    def __init__(self, text: str) -> None:
-        shown = ascii(text[:40] + ("…" if len(text) > 40 else ""))
-        super().__init__(
-            f"{shown} cannot be the name of a class: use visible characters, on one line, without "
-            "control characters."
         )
 
 
