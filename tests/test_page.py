@@ -409,8 +409,13 @@ def check_history(page: Any) -> None:
     shows(page, "#classes", "my grid")
 
 
-def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model: Path) -> None:
-    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+def test_teach_photographs_with_camera_drop_and_paste(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
+    with (
+        served(str(photo_model), "--backbone", str(photo_backbone)) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
         assert page.locator("h1").inner_text() == "Show and teach"
         for hidden in ("#canvas", "#undo-stroke", "#clear"):
             assert not page.locator(hidden).is_visible()
@@ -455,7 +460,9 @@ def test_teach_photographs_with_camera_drop_and_paste(browser: Any, photo_model:
         screenshot(page, "photographs")
 
 
-def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Path) -> None:
+def test_added_example_is_the_image_that_is_shown(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
     def is_added(count: int) -> bool:
         page.click("#add")
         wait_for(page, f"document.querySelectorAll('.examples img').length === {count}")
@@ -470,7 +477,10 @@ def test_added_example_is_the_image_that_is_shown(browser: Any, photo_model: Pat
             }"""
         )
 
-    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+    with (
+        served(str(photo_model), "--backbone", str(photo_backbone)) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
         learned_colours(client, "red", "blue")
         wait_for(page, "document.querySelectorAll('#classes li').length === 2")
         page.fill("#name", "green")
@@ -496,8 +506,13 @@ def learned_colours(client: Any, *names: str) -> None:
     wait_for_job(client, teach(client, images, [name for name in names for _ in range(6)]))
 
 
-def test_merge_classes_and_close_the_editor(browser: Any, photo_model: Path) -> None:
-    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+def test_merge_classes_and_close_the_editor(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
+    with (
+        served(str(photo_model), "--backbone", str(photo_backbone)) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
         learned_colours(client, "red", "blue", "green")
         chips = page.locator("#classes")
         chips.get_by_role("button", name="red").click()
@@ -521,8 +536,13 @@ def test_merge_classes_and_close_the_editor(browser: Any, photo_model: Path) -> 
         assert chips.locator("li").count() == 3
 
 
-def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -> None:
-    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+def test_lesson_in_progress_and_failed_lesson(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
+    with (
+        served(str(photo_model), "--backbone", str(photo_backbone)) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
         learned_colours(client, "red", "blue")
         wait_for(page, "document.querySelectorAll('#classes li').length === 2")
         page.fill("#name", "Red")  # the known class with another capital
@@ -558,8 +578,13 @@ def test_lesson_in_progress_and_failed_lesson(browser: Any, photo_model: Path) -
         assert page.locator(".counter").all_inner_texts() == ["2"]
 
 
-def test_files_and_names_that_cannot_be_used(browser: Any, photo_model: Path) -> None:
-    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+def test_files_and_names_that_cannot_be_used(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
+    with (
+        served(str(photo_model), "--backbone", str(photo_backbone)) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
         page.fill("#name", "🦊" * 101)
         send_files(page, "#teaching", colours(180, 0, 0, count=1), "drop")
         shows(page, "#error", "A class name has at most 100 characters; this one has 101.")
@@ -589,10 +614,14 @@ def tiff() -> bytes:
     return buffer.getvalue()
 
 
-def test_service_that_is_killed_during_a_lesson(browser: Any, photo_model: Path) -> None:
+def test_service_that_is_killed_during_a_lesson(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
     port = str(20_000 + (os.getpid() + 1) % 10_000)
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(served(str(photo_model), "--port", port))
+        client = stack.enter_context(
+            served(str(photo_model), "--backbone", str(photo_backbone), "--port", port)
+        )
         page = stack.enter_context(opened(browser, str(client.base_url)))
         page.fill("#name", "red")
         send_files(page, "#teaching", colours(180, 0, 0), "drop")
@@ -606,7 +635,9 @@ def test_service_that_is_killed_during_a_lesson(browser: Any, photo_model: Path)
         page.wait_for_selector("#gone:not([hidden])")
         os.kill(learner, signal.SIGCONT)
         shows(page, "#teach-hint", "Waiting for the service")
-        stack.enter_context(served(str(photo_model), "--port", port))
+        stack.enter_context(
+            served(str(photo_model), "--backbone", str(photo_backbone), "--port", port)
+        )
         shows(page, "#report", "The service was stopped during the lesson.")
         assert page.locator(".counter").all_inner_texts() == ["6"]
         page.click("#teach:enabled")
@@ -658,8 +689,13 @@ def test_teach_a_drawing_with_the_keyboard_only(browser: Any, tmp_path: Path) ->
         tab_to(page, "#classes [data-name=square]")
 
 
-def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Path) -> None:
-    with served(str(photo_model)) as client, opened(browser, str(client.base_url)) as page:
+def test_teach_a_photograph_with_the_keyboard_only(
+    browser: Any, photo_model: Path, photo_backbone: Path
+) -> None:
+    with (
+        served(str(photo_model), "--backbone", str(photo_backbone)) as client,
+        opened(browser, str(client.base_url)) as page,
+    ):
         tab_to(page, "#camera-toggle")
         page.keyboard.press("Enter")
         page.wait_for_selector("#record:enabled")
@@ -693,13 +729,15 @@ def test_teach_a_photograph_with_the_keyboard_only(browser: Any, photo_model: Pa
 
 
 def test_page_shows_that_the_service_is_gone_and_what_it_has_lost(
-    browser: Any, photo_model: Path, tmp_path: Path
+    browser: Any, photo_model: Path, photo_backbone: Path, tmp_path: Path
 ) -> None:
     anew = shutil.copytree(photo_model, tmp_path / "anew")  # as a temporary model begins
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(contextlib.ExitStack())
         port = str(20_000 + os.getpid() % 10_000)  # one that the system gives to nobody meanwhile
-        client = service.enter_context(served(str(photo_model), "--port", port))
+        client = service.enter_context(
+            served(str(photo_model), "--backbone", str(photo_backbone), "--port", port)
+        )
         page = stack.enter_context(opened(browser, str(client.base_url)))
         assert not page.locator("#unknown-hint").is_visible()
         learned_colours(client, "blue", "green")

@@ -110,7 +110,7 @@ def check_label(label: str) -> str:
     name = class_name(label)
     if len(name) > MAX_LABEL_LENGTH:
         detail = f"'{name[:MAX_LABEL_LENGTH]}…' cannot be the name of a class"
-        raise RequestError(422, f"{detail}: use at most {MAX_LABEL_LENGTH} characters.")
+        raise RequestError(422, f"{detail}: use 1 to {MAX_LABEL_LENGTH} printable characters.")
     return name
 
 
