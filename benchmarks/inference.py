@@ -43,7 +43,6 @@ import coda_prompt
 from coda_prompt import ContinualClassifier
 from coda_prompt.data.images import eval_view
 from coda_prompt.data.inputs import as_image
-from coda_prompt.learner.export import PredictionGraph
 from coda_prompt.model.vit import ViT, ViTConfig
 from coda_prompt.storage.files import write_atomically
 
@@ -139,11 +138,10 @@ class Logits(nn.Module):
 
     def __init__(self, classifier: ContinualClassifier) -> None:
         super().__init__()
-        self.prediction = PredictionGraph(classifier.predictor)
-        self.prediction.scorer = None
+        self.predictor, self.method = classifier.predictor, classifier.predictor.method
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.prediction(images)[0]
+        return self.predictor.calibrated(self.method.logits(images))
 
 
 # -- measurements

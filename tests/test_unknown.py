@@ -150,20 +150,6 @@ def test_prior_belongs_to_the_weights_of_its_backbone() -> None:
     assert Prior.of(dataclasses.replace(backbone, vit=other)) is None
 
 
-def test_model_with_statistics_of_class_tokens_only_still_works() -> None:
-    """As an earlier version made it on the same backbone."""
-    old = taught(range(4))
-    network = old.network
-    network.prior, network.detector = None, UnknownDetector(128)
-    old.learn(*drawings(range(4, 6)))
-    newer = taught(range(6, 8))
-    newer.network.set_state(old._model(), "the old model")
-    assert newer.network.detector is not None
-    assert newer.network.detector.width == 128
-    merged = ContinualClassifier.merge([newer, taught(range(8, 9))])
-    assert merged.network.detector is None
-
-
 def test_images_that_are_no_drawings_are_unknown(classifier: ContinualClassifier) -> None:
     random = np.random.RandomState(0)
     noise = random.randint(0, 256, (20, 28, 28)).astype(np.uint8)
@@ -237,26 +223,6 @@ def test_saved_model_gives_the_same_answers(
     assert loaded.predictions(images, unknown="auto") == first.predictions(images, unknown="auto")
 
 
-def test_models_without_statistics_refuse_auto_and_keep_working(
-    classifier: ContinualClassifier, tmp_path: Path
-) -> None:
-    network = classifier.network
-    old = taught(range(6))
-    old.network.detector = None
-    old.network.set_tasks(old.network.tasks)
-    old._saved = None
-    old.save(tmp_path / "old")
-    loaded = ContinualClassifier.load(tmp_path / "old")
-    assert not any(name.startswith(PREFIX) for name in loaded._model().tensors)
-    images, _ = drawings(range(6), 2, test=True)
-    with pytest.raises(BadOption, match=r"earlier version.*--unknown-below"):
-        loaded.predictions(images, unknown="auto")
-    assert loaded.predictions(images, unknown_below=1.0)[0].unknown
-    loaded.learn(*drawings(range(6, 8)))
-    assert loaded.network.detector is None
-    assert network.detector is not None
-
-
 def test_no_class_at_all_is_refused(classifier: ContinualClassifier) -> None:
     with pytest.raises(BadOption, match="0 is less than 1"):
         classifier.predictions(drawings([0], 1)[0], top=0)
@@ -308,7 +274,6 @@ def test_command_line_and_evaluation(
 
 def test_edits_keep_the_statistics_of_the_classes_that_remain() -> None:
     learned = taught([0, 1, 2], [3, 4])
-    assert learned.network.detector is not None
     scored = learned.network.detector.images
     learned.merge_classes([NAMES[1], NAMES[3]], "both")
     assert learned.network.detector.images == scored
@@ -319,7 +284,6 @@ def test_edits_keep_the_statistics_of_the_classes_that_remain() -> None:
     images, _ = drawings([0, 1], 4, test=True)
     shares = [each.typicality for each in learned.predictions(images, unknown="auto")]
     merged = ContinualClassifier.merge([taught([0, 1]), taught([2])])
-    assert merged.network.detector is not None
     assert len(merged.network.detector.scores) == 3
     assert all(share is not None and 0 < share <= 1 for share in shares)
     learned.relabel(drawings([0], 2)[0], ["new", "new"], taught_as=NAMES[0])

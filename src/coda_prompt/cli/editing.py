@@ -258,9 +258,6 @@ def merge(
     joined = ContinualClassifier.merge(classifiers, count_twice=count_twice)
     joined.save(out)
     _print_state(out, f"{len(models)} models joined", as_json, output)
-    if joined.network.detector is None:
-        reason = "not all of the models have statistics of this version for it"
-        console.print_message(f"--unknown auto will not work with the joined model: {reason}")
 
 
 def _edited(

@@ -289,7 +289,7 @@ class ContinualClassifier(EditableEstimator):
             unknown_below: An image is unknown if its most likely class is less likely than this.
 
         Raises:
-            BadOption: The model was made by an earlier version, or with too few images for `auto`.
+            BadOption: The model was made with too few images for `auto`.
 
         Example:
             ```python

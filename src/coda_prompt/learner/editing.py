@@ -100,9 +100,7 @@ def additive_states(classifier: EditableEstimator) -> list[AdditiveState]:
             "Undo the lesson and teach the corrected images, or use ranpac, slda or ncm "
             "(to merge or forget classes, also coda-p-ranpac).",
         )
-    detector = classifier.network.detector
-    hashes = classifier.network.hashes
-    return [method, hashes] if detector is None else [method, hashes, detector]
+    return [method, classifier.network.hashes, classifier.network.detector]
 
 
 def rename(classifier: EditableEstimator, old: str, new: str) -> None:
@@ -271,10 +269,7 @@ def join(
             tasks = rewritten([*tasks, *other.network.tasks], {})
             names = [name for task in tasks for name in task.new]
             rows = [names.index(name) for name in other.classes_]
-            mine, added = classifier.network.detector, other.network.detector
-            if mine is None or added is None or mine.width != added.width:
-                classifier.network.detector = None  # one was made by an earlier version
-            pairs = zip(additive_states(classifier), additive_states(other), strict=False)
+            pairs = zip(additive_states(classifier), additive_states(other), strict=True)
             for state, others_state in pairs:
                 state.absorb(others_state, rows)
         edit = _edit(tasks, f"joined {1 + len(others)} models", [])
@@ -494,11 +489,7 @@ def common_images(first: Network, second: Network) -> dict[str, int]:
     for task in second.tasks:
         if task.files in files:
             common = {**task.images, **common}
-    if first.detector is None or second.detector is None:
-        return common
     mine, others = first.detector.class_moments(), second.detector.class_moments()
-    if mine.sums.frozen.shape[1] != others.sums.frozen.shape[1]:  # one is of an earlier version
-        return common
     for name, count, total in zip(
         second.classes, others.counts.frozen, others.sums.frozen, strict=True
     ):

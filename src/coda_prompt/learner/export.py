@@ -20,20 +20,14 @@ from coda_prompt.storage.files import write_atomically
 
 
 class PredictionGraph(nn.Module):
-    """From preprocessed images (B x C x H x W) to probabilities (B x classes) and typicality (B).
-
-    A model of an earlier version has no typicality.
-    """
+    """From preprocessed images, B x C x H x W, to probabilities, B x classes, and typicality, B."""
 
     def __init__(self, predictor: Predictor) -> None:
         super().__init__()
         self.method, self.predictor = predictor.method, predictor
-        known = predictor.detector is not None
-        self.scorer = copy.deepcopy(predictor.scorer).float() if known else None
+        self.scorer = copy.deepcopy(predictor.scorer).float()
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        if self.scorer is None:
-            return (self.predictor.calibrated(self.method.logits(images)),)
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         logits, features = self.predictor.outputs(images)
         return self.predictor.calibrated(logits), self.scorer(features)
 
@@ -57,14 +51,13 @@ def export_onnx(predictor: Predictor, preprocessing: dict[str, Any], path: Path)
     size = predictor.preprocessing.size
     example = torch.zeros(2, predictor.preprocessing.channels, size, size)
     graph = PredictionGraph(predictor).eval().to("cpu")
-    outputs = ["probabilities", "typicality"][: 1 if graph.scorer is None else 2]
     with torch.no_grad(), _quiet_exporter():
         graph(example)  # compute lazily created buffers before tracing
         program = torch.onnx.export(
             graph,
             (example,),
             input_names=["images"],
-            output_names=outputs,
+            output_names=["probabilities", "typicality"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             dynamo=True,
             verbose=False,

@@ -134,7 +134,7 @@ def teach(
         before = known_accuracies(network, checked, known, engine)
     engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
     labels, positions = torch.from_numpy(task.train.labels), task.train.indices
-    taught = detector and detector.learned(tokens[0], labels, network.method.classes_seen)
+    taught = detector.learned(tokens[0], labels, network.method.classes_seen)
     record, temperature = make_record(network, images, task, engine, taught)
     if before and checked is not None:
         after = known_accuracies(network, checked, known, engine)
@@ -191,7 +191,7 @@ def make_record(
     images: Labelled,
     task: Task,
     engine: Engine,
-    detector: UnknownDetector | None,
+    detector: UnknownDetector,
 ) -> tuple[TaskRecord, float]:
     """Describe the lesson, with accuracy and temperature measured on its held-out images.
 

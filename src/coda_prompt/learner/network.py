@@ -91,8 +91,8 @@ class Network:
         self.method.name = entry.name
         self.method.eval()
         self.prior = Prior.of(self.backbone)
-        self.detector: UnknownDetector | None = self._new_detector()
-        """Statistics to recognise unknown images; None in models of earlier versions."""
+        self.detector = self._new_detector()
+        """Statistics to recognise unknown images."""
         self.hashes = LearnedHashes()
         pocket = self.backbone_name == "pocket"
         defaults: Mapping[str, Any] = POCKET_TRAINING if pocket else {}
@@ -106,12 +106,10 @@ class Network:
         )
         self.set_tasks([])
 
-    def _new_detector(self, class_tokens_only: bool = False) -> UnknownDetector:
+    def _new_detector(self) -> UnknownDetector:
         """Return a detector of unknown images that has learned nothing."""
-        width, removable = self.backbone.vit.config.width, is_removable(self.method)
-        if self.prior is None or class_tokens_only:
-            return UnknownDetector(width, removable)
-        return UnknownDetector(self.prior.width, removable, self.prior)
+        width = self.backbone.vit.config.width if self.prior is None else self.prior.width
+        return UnknownDetector(width, is_removable(self.method), self.prior)
 
     @property
     def fingerprint(self) -> str:
@@ -144,7 +142,7 @@ class Network:
         )
 
     def fitted_temperature(
-        self, fits: Sequence[tuple[float, int]], detector: UnknownDetector | None
+        self, fits: Sequence[tuple[float, int]], detector: UnknownDetector
     ) -> float:
         """Compute the temperature of the probabilities from running statistics.
 
@@ -156,7 +154,7 @@ class Network:
         """
         method, norm = self.method, self.backbone.vit.norm
         fits_queries = isinstance(method, ClosedForm) and method.closed_form
-        if detector is None or not (fits_queries and method.plain_queries):
+        if not (fits_queries and method.plain_queries):
             return calibration.merge_temperatures(fits, method.temperature)
 
         def scores(features: Tensor) -> Tensor:
@@ -178,10 +176,7 @@ class Network:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy everything learned."""
-        state = self.method.learned_state()
-        if self.detector is not None:
-            state |= self.detector.state()
-        state |= self.hashes.state()
+        state = self.method.learned_state() | self.detector.state() | self.hashes.state()
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def copied(self) -> Network:
@@ -247,11 +242,8 @@ class Network:
         self.method.load_learned_state(tensors)
         if self.method.classes_seen != len(model.description.classes):
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
-        # A model of an earlier version has statistics of class tokens only.
-        sums = model.tensors.get(f"{PREFIX}moments.sums.frozen")
-        width = self.method.vit_config.width
-        detector = self._new_detector(sums is not None and sums.shape[-1] == width)
-        if statistics and not detector.load(
+        detector = self._new_detector()
+        if not detector.load(
             {name: model.tensors[name] for name in statistics}, self.method.classes_seen
         ):
             problem = "its statistics of unknown images do not fit its classes and backbone"
@@ -261,7 +253,7 @@ class Network:
             {name: model.tensors[name] for name in seen}, self.method.classes_seen
         ):
             raise errors.CorruptFile(path, "its hashes of images do not fit its classes")
-        self.detector, self.hashes = detector if statistics else None, hashes
+        self.detector, self.hashes = detector, hashes
         self.number, self.edits = model.number, list(model.description.edits)
         self.set_tasks(list(model.description.tasks), model.description.temperature)
 

@@ -94,8 +94,8 @@ class Predictor:
     fabric: Fabric | LocalDevice
     """Device and precision. With several processes, all of them must make the same calls: each
     computes its share of a batch, and all receive every result."""
-    detector: UnknownDetector | None = None
-    """Statistics to recognise unknown images; None in models of earlier versions."""
+    detector: UnknownDetector
+    """Statistics to recognise unknown images."""
 
     def view(self, decode: Callable[[int], Image.Image]) -> Tensor:
         """Return an image as the backbone expects it, C x H x W.
@@ -109,34 +109,17 @@ class Predictor:
 
     @cached_property
     def scorer(self) -> UnknownScorer:
-        """Computes how typical images are of the learned classes.
-
-        Raises:
-            BadOption: The model was made by an earlier version.
-        """
-        if self.detector is None:
-            problem = (
-                "this model was made by an earlier version, which stored no statistics for it; "
-                "learn its classes again in a new model, or use --unknown-below"
-            )
-            raise BadOption("the model", "unknown", problem)
+        """Computes how typical images are of the learned classes."""
         return self.detector.scorer()
 
     def check(self, rule: UnknownRule) -> None:
         """Check that this model can apply a rule.
 
         Raises:
-            BadOption: It was made by an earlier version, or with too few images.
+            BadOption: It was made with too few images.
         """
         if rule.rate is not None:
             self.scorer.check_rate(rule.rate)
-
-    def missing_images(self, rate: float) -> int | None:
-        """Return how many more images must be learned until `check` accepts a rule with this rate.
-
-        None if no images suffice: the model was made by an earlier version.
-        """
-        return None if self.detector is None else self.scorer.missing_images(rate)
 
     def logits(self, images: Sequence[Tensor], *, typicality: bool = False) -> Tensor:
         """Return the logits of preprocessed images, B x classes in float64 on the CPU.

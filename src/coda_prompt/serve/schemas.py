@@ -156,9 +156,8 @@ class ModelInfo(BaseModel):
     can_undo: bool = Field(description="Whether there is an earlier version.")
     can_redo: bool = Field(description="Whether there is an undone version.")
     can_reject: bool = Field(description="Whether `unknown=auto` works at its default rate.")
-    missing_images: int | None = Field(
-        description="Images that must be learned until `unknown=auto` works; null if the model was "
-        "made by an earlier version, which stored no statistics for it."
+    missing_images: int = Field(
+        description="Images that must be learned until `unknown=auto` works."
     )
     learning: bool = Field(description="Whether a lesson is running.")
     temporary: bool = Field(description="Whether the model is deleted when the service stops.")

@@ -56,11 +56,11 @@ class Version:
         return self.classifier.predictor
 
     @cached_property
-    def missing_images(self) -> int | None:
-        """How many more images `unknown=auto` needs at its default rate; None: it cannot work."""
+    def missing_images(self) -> int:
+        """How many more images `unknown=auto` needs at its default rate."""
         if not self.classes:
             return images_needed(DEFAULT_RATE)
-        return self.predictor.missing_images(DEFAULT_RATE)
+        return self.predictor.scorer.missing_images(DEFAULT_RATE)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Answer:
 
     version: Version
     probabilities: Tensor
-    typicality: float | None
-    """How typical the image is of the learned classes; None in models of earlier versions."""
+    typicality: float
+    """How typical the image is of the learned classes."""
 
 
 class Job(JobState):
@@ -154,10 +154,9 @@ class Service:
     def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
         version = self.current
         predictor, classes = version.predictor, len(version.classes)
-        scored = predictor.detector is not None
-        table = predictor.logits(views, typicality=scored)
+        table = predictor.logits(views, typicality=True)
         self.passes += 1
-        shares = table[:, classes].tolist() if scored else [None] * len(views)
+        shares = table[:, classes].tolist()
         probabilities = predictor.calibrated(table[:, :classes])
         return [Answer(version, *each) for each in zip(probabilities, shares, strict=True)]
 

@@ -102,7 +102,5 @@ function showHint() {
 function showUnknownHint() {
   const hint = element("unknown-hint"), missing = model?.missing_images;
   hint.hidden = !model?.classes || missing === 0;
-  hint.textContent = missing === null
-    ? "This model cannot recognise unknown images: it was made by an earlier version."
-    : `Unknown images are not recognised reliably yet: the model needs at least ${missing} more ${missing === 1 ? "example" : "examples"} of any class.`;
+  hint.textContent = `Unknown images are not recognised reliably yet: the model needs at least ${missing} more ${missing === 1 ? "example" : "examples"} of any class.`;
 }
