@@ -90,7 +90,7 @@ def taught(
     for task in range(0, classes, PER_TASK):
         rows = range(task, min(task + PER_TASK, classes))
         chosen = torch.cat([torch.nonzero(labels == row)[:per_class, 0] for row in rows])
-        ridge.grow(rows[-1] + 1, seed=0)
+        ridge.grow(rows[-1] + 1)
         ridge.fit(features[chosen], labels[chosen], task // PER_TASK)
     del ridge.solve
     solve()
@@ -137,7 +137,7 @@ def new_class_table(data: Features) -> None:
             scores = {"nearest class mean": F.normalize(both) @ means.T}
             for head, ridge in kinds.items():
                 grown = copy.deepcopy(ridge)
-                grown.grow(OLD + 1, seed=0)
+                grown.grow(OLD + 1)
                 grown.fit(features[chosen], torch.full((count,), OLD), OLD)
                 scores[head] = grown(both)
             scores["their blend"] = standardised(scores["nearest class mean"]) + standardised(
@@ -190,7 +190,7 @@ def one_image_check(data: Features) -> None:
     for ridge in (None, "relative"):
         config = RidgeConfig(ridge=ridge, blend=True, balance=True)
         fitted = RandomRidge(width, min(MAX_WIDTH, 16 * width), config)
-        fitted.grow(30, seed=0)
+        fitted.grow(30)
         fitted.fit(features[chosen], labels[chosen], 0)
         scores = fitted(features[chosen])
         right = float((scores.argmax(dim=1) == labels[chosen]).double().mean())

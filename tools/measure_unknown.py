@@ -107,7 +107,7 @@ def measure(
     ridge = RandomRidge(width, 2048, RidgeConfig())
     for lesson, rows in enumerate(torch.arange(int(labels.max()) + 1).tensor_split(LESSONS)):
         own = torch.isin(labels, rows)
-        ridge.grow(int(rows.max()) + 1, 0)
+        ridge.grow(int(rows.max()) + 1)
         ridge.fit(norm(train[0][own, :width].float()), labels[own], lesson)
     detector = taught(train, width if prior is None else prior.width, prior)
     scorer, means = detector.scorer(), detector.moments.means()[:, :width]

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from coda_prompt.data.images import convert_channels
-from coda_prompt.methods.additive import other_rows
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.bank import Bank, other_rows
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled

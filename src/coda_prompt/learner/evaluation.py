@@ -49,7 +49,7 @@ def evaluate(
     truth = rows(images.names, classes)[images.split.labels]
     if unknown is not None:
         predictor.check(UnknownRule(rate=unknown_rate))
-    measured = unknown is not None or predictor.missing_images(DEFAULT_RATE) == 0
+    measured = unknown is not None or predictor.scorer.can_reject(DEFAULT_RATE)
     table = predictor.split_logits(images.split, typicality=measured, on_event=on_event)
     logits, known = table[:, : len(classes)], table[:, len(classes) :].flatten()
     findings = kind_finding(network.tasks, (sample.drawing for sample in images.samples))

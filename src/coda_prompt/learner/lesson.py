@@ -150,7 +150,7 @@ def teach(
         suited=not images_of_other_kind(network, images),
     )
     continued = labels < len(known)
-    if continued.any() and network.predictor.missing_images(DEFAULT_RATE) == 0:
+    if continued.any() and network.predictor.scorer.can_reject(DEFAULT_RATE):
         typicality = network.predictor.scorer(tokens[0][continued].cpu())
         hints += tuple(typicality_finding(typicality, "images of known classes"))
     if len(hashes.rows) if find_duplicates is None else find_duplicates:

@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption, CorruptFile
 from coda_prompt.learner.typicality import BINS, Prior, UnknownScorer, histogram_bins
-from coda_prompt.methods.additive import absorb_rows, drop_rows, unite_rows
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.bank import Bank, ClassRows
 from coda_prompt.methods.moments import FeatureMoments
 
 CONTRADICTION = "its statistics of unknown images contradict each other"
@@ -75,7 +74,7 @@ EVERYTHING_KNOWN = UnknownRule()
 """Rejects nothing."""
 
 
-class UnknownDetector(nn.Module):
+class UnknownDetector(ClassRows, nn.Module):
     """Running statistics that tell images of learned classes from others.
 
     All of it adds up: over lessons, and over models that learned on the same backbone. A lesson is
@@ -93,6 +92,7 @@ class UnknownDetector(nn.Module):
         self.moments = FeatureMoments(width, removable=removable)
         self.scores = Bank((BINS,), dtype=torch.int64)
         """Histogram of the standardised scores of the images of each class."""
+        self.class_banks = (self.scores,)
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         """Features, labels and the number of classes of lessons that are not added yet."""
 
@@ -177,18 +177,18 @@ class UnknownDetector(nn.Module):
     def drop_classes(self, rows: Sequence[int]) -> None:
         self._add_pending()
         self.moments.drop_classes(rows)
-        drop_rows([self.scores], rows)
+        super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
         self._add_pending()
         self.moments.unite_classes(rows, into)
-        unite_rows([self.scores], rows, into)
+        super().unite_classes(rows, into)
 
     def absorb(self, other: UnknownDetector, rows: Sequence[int]) -> None:
         self._add_pending()
         other._add_pending()
         self.moments.absorb(other.moments, rows)
-        absorb_rows([self.scores], [other.scores], rows)
+        super().absorb(other, rows)
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         """Move images to other classes; their scores stay with the class they were taught as."""
@@ -196,10 +196,9 @@ class UnknownDetector(nn.Module):
         self.moments.move_images(features[:, : self.width].cpu().double(), source, labels)
 
     def grow(self, classes: int) -> None:
-        """Add classes without images up to `classes`."""
         self._add_pending()
         self.moments.grow(classes)
-        self.scores.append(torch.zeros(classes - len(self.scores), BINS))
+        super().grow(classes)
 
     # -- adding a lesson
 

@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from coda_prompt.errors import BadOption, CannotEdit
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.bank import Bank, other_rows
 from coda_prompt.methods.base import Method
 
 
@@ -114,36 +114,15 @@ def is_removable(method: Method) -> bool:
     return option is not None and (not option[0] or getattr(method.config, option[0]) == option[1])
 
 
-def other_rows(count: int, rows: Sequence[int]) -> Tensor:
-    """Return the numbers below `count` that are not in `rows`."""
-    dropped = set(rows)
-    return torch.tensor([row for row in range(count) if row not in dropped], dtype=torch.int64)
-
-
-def drop_rows(banks: Iterable[Bank], rows: Sequence[int]) -> None:
-    """Remove `rows` from banks with a row for each class."""
-    for bank in banks:
-        bank.keep(other_rows(len(bank), rows))
-
-
-def unite_rows(banks: Iterable[Bank], rows: Sequence[int], into: int) -> None:
-    """Replace row `into` of each bank by the sum of `rows`, and remove the others."""
-    for bank in banks:
-        positions = torch.tensor(list(rows), device=bank.frozen.device)
-        total = bank.frozen.index_select(bank.axis, positions).sum(dim=bank.axis, keepdim=True)
-        target = torch.tensor([into], device=bank.frozen.device)
-        bank.frozen = bank.frozen.index_copy(bank.axis, target, total)
-        bank.keep(other_rows(len(bank), [row for row in rows if row != into]))
-
-
-def absorb_rows(banks: Iterable[Bank], others: Iterable[Bank], rows: Sequence[int]) -> None:
-    """Add row k of the other banks to row `rows[k]` of these; missing rows are appended."""
-    for bank, other in zip(banks, others, strict=True):
-        shape = list(bank.frozen.shape)
-        shape[bank.axis] = max([len(bank) - 1, *rows]) + 1 - len(bank)
-        bank.append(bank.frozen.new_zeros(shape))
-        positions = torch.tensor(list(rows), dtype=torch.int64, device=bank.frozen.device)
-        bank.frozen = bank.frozen.index_add(bank.axis, positions, other.frozen.to(bank.frozen))
+def move_sums(sums: Bank, counts: Bank, features: Tensor, source: int, labels: Tensor) -> None:
+    """Move images from the sum and the count of row `source` to those of the rows `labels`."""
+    axis, sources = sums.axis, torch.full_like(labels, source)
+    values = features.to(sums.frozen).movedim(0, axis)
+    without = sums.frozen.index_add(axis, sources, values, alpha=-1)
+    sums.frozen = without.index_add(axis, labels, values)
+    moved = torch.bincount(labels, minlength=len(counts))
+    moved[source] -= len(labels)
+    counts.frozen = counts.frozen + moved
 
 
 def without_classes(total: Tensor, sums: Tensor, counts: Tensor, rows: Sequence[int]) -> Tensor:

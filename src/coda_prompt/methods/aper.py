@@ -34,9 +34,8 @@ class APER(AdapterMethod):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        new = self.classes_seen - len(self.sums)
-        self.sums.append(torch.zeros(new, self.sums.frozen.shape[1]))
-        self.counts.append([0] * new)
+        for bank in (self.sums, self.counts):
+            bank.grow(self.classes_seen)
 
     def features(self, images: Images, queries: Tensor | None) -> Tensor:
         return self.adapted(images)

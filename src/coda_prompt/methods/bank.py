@@ -1,6 +1,9 @@
-"""`Bank`: rows that grow by task."""
+"""`Bank`: rows that grow by task, and what banks with a row for each class share."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +65,12 @@ class Bank(nn.Module):
         new = torch.as_tensor(rows, dtype=self.frozen.dtype, device=self.frozen.device)
         self.frozen = torch.cat([self.frozen, new], dim=self.axis)
 
+    def grow(self, count: int) -> None:
+        """Add rows of zeros that do not train, up to `count` rows."""
+        shape = list(self.frozen.shape)
+        shape[self.axis] = count - len(self)
+        self.append(self.frozen.new_zeros(shape))
+
     def open(self, rows: Tensor) -> None:
         """Add rows that train until `close`; they are copied, and may be older rows."""
         self.trainable = nn.Parameter(rows.detach().to(self.frozen, copy=True))
@@ -105,3 +114,46 @@ def is_loadable(stored: Tensor, own: Tensor) -> bool:
     """Whether a tensor from a file has the type of an own one, or one nearly as large."""
     same_kind = stored.is_floating_point() == own.is_floating_point()
     return same_kind and 2 * stored.element_size() >= own.element_size()
+
+
+class ClassRows:
+    """State in banks with a row for each class, which add up."""
+
+    class_banks: tuple[Bank, ...]
+
+    def grow(self, classes: int) -> None:
+        """Add classes without images up to `classes`."""
+        for bank in self.class_banks:
+            bank.grow(classes)
+
+    def drop_classes(self, rows: Sequence[int]) -> None:
+        """Remove classes; later classes move up."""
+        for bank in self.class_banks:
+            bank.keep(other_rows(len(bank), rows))
+
+    def unite_classes(self, rows: Sequence[int], into: int) -> None:
+        """Replace row `into` of each bank by the sum of `rows`, and remove the others."""
+        for bank in self.class_banks:
+            positions = torch.tensor(list(rows), device=bank.frozen.device)
+            total = bank.frozen.index_select(bank.axis, positions).sum(dim=bank.axis, keepdim=True)
+            target = torch.tensor([into], device=bank.frozen.device)
+            bank.frozen = bank.frozen.index_copy(bank.axis, target, total)
+            bank.keep(other_rows(len(bank), [row for row in rows if row != into]))
+
+    def absorb(self, other: Any, rows: Sequence[int]) -> None:
+        """Add row k of the other banks to row `rows[k]` of these; missing rows are appended."""
+        for bank, others in zip(self.class_banks, other.class_banks, strict=True):
+            bank.grow(max([len(bank) - 1, *rows]) + 1)
+            positions = torch.tensor(list(rows), dtype=torch.int64, device=bank.frozen.device)
+            added = others.frozen.to(bank.frozen)
+            bank.frozen = bank.frozen.index_add(bank.axis, positions, added)
+
+    def is_consistent(self, classes: int) -> bool:
+        """Whether all sizes fit the number of classes."""
+        return {len(bank) for bank in self.class_banks} == {classes}
+
+
+def other_rows(count: int, rows: Sequence[int]) -> Tensor:
+    """Return the numbers below `count` that are not in `rows`."""
+    dropped = set(rows)
+    return torch.tensor([row for row in range(count) if row not in dropped], dtype=torch.int64)

@@ -139,6 +139,8 @@ class Method(nn.Module):
         self.config = config
         self.vit_config = backbone.config
         self.in_task = False
+        self.task_rows: tuple[int, ...] = ()
+        """Rows of the classes of the task."""
         if self.frozen_backbone:
             self.backbone = backbone.requires_grad_(False)
         self.task_sizes = Bank(dtype=torch.int64)
@@ -160,7 +162,7 @@ class Method(nn.Module):
             raise InvalidLabels(
                 brief.index, f"{seen} classes are known, new ones cannot be rows {new}"
             )
-        self.in_task = True
+        self.in_task, self.task_rows = True, brief.classes
         self.task_sizes.append([len(new)])
 
     def end_task(self) -> None:
@@ -372,8 +374,7 @@ class TrainedMethod(Method):
         return 1 - cosines(features, self.head.weight.rows)
 
     def _is_consistent(self) -> bool:
-        rows = {len(self.head.weight), len(self.head.bias)}
-        return super()._is_consistent() and rows == {self.classes_seen}
+        return super()._is_consistent() and self.head.is_consistent(self.classes_seen)
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(super().parameter_count().body, self.head.weight.frozen.numel())

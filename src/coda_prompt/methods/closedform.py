@@ -9,16 +9,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from coda_prompt.methods.additive import (
-    AdditiveMethod,
-    AdditiveState,
-    absorb_rows,
-    drop_rows,
-    unite_rows,
-)
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.additive import AdditiveMethod, AdditiveState, move_sums
+from coda_prompt.methods.bank import Bank, ClassRows
 from coda_prompt.methods.base import Method, MethodConfig, ParameterCount, TaskBrief, cosines
-from coda_prompt.methods.sums import Chunk, TaskSums
+from coda_prompt.methods.sums import ClassSums
 from coda_prompt.model.vit import Images, ViT
 
 
@@ -45,18 +39,15 @@ class ClosedForm(Method):
         """Compute the scores of a batch, B x classes seen."""
 
 
-class ClassSums(TaskSums):
-    """The sum of the features of each class, and its number of images."""
+class ClassMeans(ClassRows):
+    """Sums and counts from which class means follow; no module, the banks are the method's."""
 
-    reduced = MappingProxyType({"sums": "sum", "counts": "sum"})
+    def __init__(self, sums: Bank, counts: Bank) -> None:
+        self.class_banks = (sums, counts)
 
-    def __init__(self, sums: Tensor, counts: Tensor) -> None:
-        self.sums, self.counts = torch.zeros_like(sums), torch.zeros_like(counts)
-
-    def add(self, chunk: Chunk) -> None:
-        features, classes = chunk.features.to(self.sums.dtype), len(self.counts)
-        self.sums.index_add_(0, chunk.labels, features)
-        self.counts += torch.bincount(chunk.labels, minlength=classes)
+    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
+        sums, counts = self.class_banks
+        move_sums(sums, counts, features, source, labels)
 
 
 class NearestClassMean(AdditiveMethod, ClosedForm):
@@ -70,13 +61,11 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         super().__init__(backbone, config)
         self.sums = Bank((backbone.config.width,))
         self.counts = Bank(dtype=torch.int64)
-        self.class_banks = (self.sums, self.counts)
+        self.means = ClassMeans(self.sums, self.counts)
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        new = self.classes_seen - len(self.sums)
-        self.sums.append(torch.zeros(new, self.vit_config.width))
-        self.counts.append(torch.zeros(new))
+        self.means.grow(self.classes_seen)
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         sums = self.task_sums(labels)
@@ -84,38 +73,16 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         self.add_sums(sums)
 
     def task_sums(self, labels: Tensor) -> ClassSums:
-        return ClassSums(self.sums.frozen, self.counts.frozen)
+        return ClassSums(self.sums, self.counts)
 
     def add_sums(self, sums: ClassSums) -> None:
-        self.sums.frozen = self.sums.frozen + sums.sums
-        self.counts.frozen = self.counts.frozen + sums.counts
+        sums.add_to(self.sums, self.counts)
 
     def statistics_parts(self) -> Sequence[AdditiveState]:
-        return ()
+        return (self.means,)
 
     def solve(self) -> None:
         pass
-
-    def drop_classes(self, rows: Sequence[int]) -> None:
-        drop_rows(self.class_banks, rows)
-        super().drop_classes(rows)
-
-    def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        unite_rows(self.class_banks, rows, into)
-        super().unite_classes(rows, into)
-
-    def absorb(self, other: NearestClassMean, rows: Sequence[int]) -> None:
-        super().absorb(other, rows)
-        absorb_rows(self.class_banks, other.class_banks, rows)
-
-    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
-        sums, sources = self.sums.frozen, torch.full_like(labels, source)
-        features = features.to(sums)
-        sums = sums.index_add(0, sources, features, alpha=-1)
-        self.sums.frozen = sums.index_add(0, labels, features)
-        moved = torch.bincount(labels, minlength=len(sums))
-        moved[source] -= len(labels)
-        self.counts.frozen = self.counts.frozen + moved
 
     def scores(self, features: Tensor) -> Tensor:
         scores = cosines(features, self.sums.frozen)
@@ -128,5 +95,4 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
         return ParameterCount(0, self.sums.frozen.numel())
 
     def _is_consistent(self) -> bool:
-        rows = {len(bank) for bank in self.class_banks}
-        return super()._is_consistent() and rows == {self.classes_seen}
+        return super()._is_consistent() and self.means.is_consistent(self.classes_seen)

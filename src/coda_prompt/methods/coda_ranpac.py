@@ -13,7 +13,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from coda_prompt.errors import CannotEdit
-from coda_prompt.methods.additive import drop_rows
 from coda_prompt.methods.base import Loss, ParameterCount, TaskBrief
 from coda_prompt.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.methods.options import STRICT
@@ -92,12 +91,11 @@ class CodaRanPAC(RanPAC):
         return self.prompts.loss(batch)
 
     def drop_classes(self, rows: Sequence[int]) -> None:
-        drop_rows((self.prompts.head.weight, self.prompts.head.bias), rows)
+        self.prompts.head.drop_classes(rows)
         super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        others = [row for row in rows if row != into]
-        drop_rows((self.prompts.head.weight, self.prompts.head.bias), others)
+        self.prompts.head.drop_classes([row for row in rows if row != into])
         super().unite_classes(rows, into)
 
     def absorb(self, other: CodaRanPAC, rows: Sequence[int]) -> None:

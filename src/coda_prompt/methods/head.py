@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.bank import Bank, ClassRows
 from coda_prompt.model.linear import full_precision
 
 
-class Head(nn.Module):
+class Head(ClassRows, nn.Module):
     """One linear map with bias. A task trains its rows; all other rows are frozen."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.weight = Bank((width,))
-        self.bias = Bank()
+        self.weight, self.bias = Bank((width,)), Bank()
+        self.class_banks = (self.weight, self.bias)
 
     def begin_task(
         self, rows: tuple[int, ...], generator: torch.Generator, means: Tensor | None
@@ -37,7 +37,7 @@ class Head(nn.Module):
         else:
             weight, bias = self._imprinted(means[len(means) - len(new) :])
         opened = torch.tensor(sorted(rows), device=self.weight.frozen.device)
-        for bank, initial in ((self.weight, weight), (self.bias, bias)):
+        for bank, initial in zip(self.class_banks, (weight, bias), strict=True):
             bank.append(initial)
             bank.reopen(opened)
 

@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coda_prompt.methods.additive import (
-    absorb_rows,
-    drop_rows,
-    other_rows,
-    unite_rows,
-    without_classes,
-)
-from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.sums import Chunk, TaskSums
+from coda_prompt.methods.additive import move_sums, without_classes
+from coda_prompt.methods.bank import Bank, ClassRows, other_rows
+from coda_prompt.methods.sums import Chunk, ClassSums
 
 MIN_SINGULAR_VALUE = 1e-6
 """Of the largest one; directions below it are rounding."""
@@ -43,7 +37,7 @@ class ClassFactors(nn.Module):
 
     def grow(self, classes: int) -> None:
         """Add classes without images up to `classes`."""
-        self.ranks.append([0] * (classes - len(self.ranks)))
+        self.ranks.grow(classes)
 
     def add(self, features: Tensor, row: int) -> None:
         """Add images of one class."""
@@ -118,7 +112,7 @@ def _without(factor: Tensor, features: Tensor) -> Tensor:
     return rows[squares > MIN_SINGULAR_VALUE * squares.max().clamp(min=0)].float()
 
 
-class MomentSums(TaskSums):
+class MomentSums(ClassSums):
     """What a task adds to `FeatureMoments`, in float64 on the CPU.
 
     Args:
@@ -126,22 +120,20 @@ class MomentSums(TaskSums):
         scaled: Applied to features before they are added.
     """
 
-    reduced = MappingProxyType({"counts": "sum", "sums": "sum", "total": "sum"})
+    reduced = MappingProxyType({**ClassSums.reduced, "total": "sum"})
 
     def __init__(self, moments: FeatureMoments, scaled: Callable[[Tensor], Tensor]) -> None:
-        self.counts = torch.zeros_like(moments.counts.frozen)
-        self.sums = torch.zeros_like(moments.sums.frozen)
+        super().__init__(moments.sums, moments.counts)
         self.total = torch.zeros_like(moments.total)
         self.scaled = scaled
 
     def add(self, chunk: Chunk) -> None:
-        features, labels = self.scaled(chunk.features).cpu().double(), chunk.labels.cpu()
-        self.counts += torch.bincount(labels, minlength=len(self.counts))
-        self.sums.index_add_(0, labels, features)
+        features = self.scaled(chunk.features).cpu().double()
+        super().add(chunk._replace(features=features, labels=chunk.labels.cpu()))
         self.total.addmm_(features.T, features)
 
 
-class FeatureMoments(nn.Module):
+class FeatureMoments(ClassRows, nn.Module):
     """Counts, sums and second moments of the features of all classes: additive, in float64.
 
     They stay on the CPU in float64, whatever the model is moved to: the covariance is a small
@@ -169,17 +161,16 @@ class FeatureMoments(nn.Module):
         return self
 
     def grow(self, classes: int) -> None:
-        """Add classes without images up to `classes`."""
-        new = classes - len(self.counts)
-        self.counts.append(torch.zeros(new))
-        self.sums.append(torch.zeros(new, self.sums.frozen.shape[1]))
+        super().grow(classes)
         if self.factors is not None:
             self.factors.grow(classes)
 
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Add images; `labels` are rows."""
         features, labels = features.cpu().double(), labels.cpu()
-        self._count(features, labels, 1)
+        counts = self.counts.frozen
+        self.counts.frozen = counts + torch.bincount(labels, minlength=len(counts))
+        self.sums.frozen = self.sums.frozen.index_add(0, labels, features)
         if self.factors is None:
             self.total = self.total + features.T @ features
             return
@@ -188,8 +179,7 @@ class FeatureMoments(nn.Module):
 
     def add_sums(self, sums: MomentSums) -> None:
         """Add the sums of a task."""
-        self.counts.frozen = self.counts.frozen + sums.counts
-        self.sums.frozen = self.sums.frozen + sums.sums
+        sums.add_to(self.sums, self.counts)
         self.total = self.total + sums.total
 
     def means(self) -> Tensor:
@@ -223,15 +213,15 @@ class FeatureMoments(nn.Module):
             self.total = without_classes(self.total, self.sums.frozen, counts, rows)
         else:
             self.factors.drop_classes(rows)
-        drop_rows(self.class_banks, rows)
+        super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        unite_rows(self.class_banks, rows, into)
+        super().unite_classes(rows, into)
         if self.factors is not None:
             self.factors.unite_classes(rows, into)
 
     def absorb(self, other: FeatureMoments, rows: Sequence[int]) -> None:
-        absorb_rows(self.class_banks, other.class_banks, rows)
+        super().absorb(other, rows)
         if self.factors is None or other.factors is None:
             self.total = self.total + other.total
         else:
@@ -239,20 +229,13 @@ class FeatureMoments(nn.Module):
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
         features, labels = features.cpu().double(), labels.cpu()
-        self._count(features, torch.full_like(labels, source), -1)
-        self._count(features, labels, 1)
+        move_sums(self.sums, self.counts, features, source, labels)
         if self.factors is not None:
             self.factors.move_images(features, source, labels)
 
     def is_consistent(self, classes: int) -> bool:
-        """Whether all sizes fit the number of classes."""
-        rows = {len(bank) for bank in self.class_banks}
-        return rows == {classes} and (self.factors is None or self.factors.is_consistent(classes))
-
-    def _count(self, features: Tensor, labels: Tensor, sign: int) -> None:
-        counts, sums = self.counts.frozen, self.sums.frozen
-        self.counts.frozen = counts + sign * torch.bincount(labels, minlength=len(counts))
-        self.sums.frozen = sums.index_add(0, labels, features, alpha=sign)
+        fits = self.factors is None or self.factors.is_consistent(classes)
+        return super().is_consistent(classes) and fits
 
 
 def _without_rounding(scatter: Tensor, squares: Tensor) -> Tensor:

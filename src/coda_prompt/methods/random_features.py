@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.methods.bank import Bank
+from coda_prompt.methods.bank import Bank, ClassRows
 from coda_prompt.methods.base import Method, TaskBrief, cosines
 from coda_prompt.model.linear import full_precision
 from coda_prompt.seeding import keyed_generator
 
 
-class RandomFeatures(nn.Module):
+class RandomFeatures(ClassRows, nn.Module):
     """Class sums of h = ReLU(f W) and a linear classifier of h, solved in `fit`.
 
     Args:
@@ -40,15 +40,6 @@ class RandomFeatures(nn.Module):
     @property
     def classes(self) -> int:
         return len(self.sums)
-
-    def grow(self, classes: int, seed: int) -> None:
-        """Add zero columns up to `classes` classes. Only the first call sets the seed."""
-        if not self.classes:
-            self.seed = self.seed.new_tensor(seed)
-        new = classes - self.classes
-        self.sums.append(torch.zeros(self.projected, new))
-        self.weight.append(torch.zeros(self.projected, new))
-        self.counts.append(torch.zeros(new))
 
     @abstractmethod
     def fit(self, features: Tensor, labels: Tensor, task: int) -> None:
@@ -91,9 +82,12 @@ class RandomFeatureMethod(Method):
         self.grow_statistics(brief)
 
     def grow_statistics(self, brief: TaskBrief) -> None:
-        """Make room for the new classes of a task."""
-        seed = keyed_generator(brief.seed, "projection").initial_seed() % 2**32
-        self.statistics.grow(self.classes_seen, seed)
+        """Make room for the new classes of a task; the first one sets the seed."""
+        statistics = self.statistics
+        if not statistics.classes:
+            seed = keyed_generator(brief.seed, "projection").initial_seed() % 2**32
+            statistics.seed = statistics.seed.new_tensor(seed)
+        statistics.grow(self.classes_seen)
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.statistics.fit(features, labels, len(self.task_sizes))
@@ -104,9 +98,9 @@ class RandomFeatureMethod(Method):
         return 1 - cosines(statistics.hidden(features), means.T)
 
     def _is_consistent(self) -> bool:
-        rows = {len(bank) for bank in self.statistics.class_banks}
         is_seed = 0 <= int(self.statistics.seed) < 2**32
-        return super()._is_consistent() and is_seed and rows == {self.classes_seen}
+        fits = self.statistics.is_consistent(self.classes_seen)
+        return super()._is_consistent() and is_seed and fits
 
 
 def default_projected(width: int) -> int:

@@ -115,11 +115,6 @@ class RanPAC(AdditiveMethod, RandomFeatureMethod, ClosedForm):
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.statistics.sums.frozen.numel())
 
-    def _is_consistent(self) -> bool:
-        factors = self.statistics.factors
-        fits = factors is None or factors.is_consistent(self.classes_seen)
-        return super()._is_consistent() and fits
-
 
 class TokenRidge(RandomRidge):
     """Ridge regression on random features of the last class token and on all tokens.

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.errors import CannotEdit
-from coda_prompt.methods.additive import absorb_rows, drop_rows, unite_rows, without_classes
+from coda_prompt.methods.additive import move_sums, without_classes
 from coda_prompt.methods.base import MethodConfig
 from coda_prompt.methods.moments import ClassFactors
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.random_features import RandomFeatures
-from coda_prompt.methods.sums import CHUNK_SIZE, Chunk, TaskSums
+from coda_prompt.methods.sums import CHUNK_SIZE, Chunk, ClassSums
 from coda_prompt.seeding import keyed_generator
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class RandomRidge(RandomFeatures):
         self.register_buffer("ridge", torch.tensor(ridge if isinstance(ridge, float) else 0.0))
         self.register_buffer("errors", torch.zeros(len(RIDGE_CANDIDATES)))
 
-    def grow(self, classes: int, seed: int) -> None:
-        super().grow(classes, seed)
+    def grow(self, classes: int) -> None:
+        super().grow(classes)
         if self.factors is not None:
             self.factors.grow(classes)
 
@@ -103,8 +103,7 @@ class RandomRidge(RandomFeatures):
         if sums.gram is not None:
             self._add_packed(sums.blended_gram())
             sums.gram = None  # frees its memory before the regression is solved
-        self.sums.frozen = self.sums.frozen + sums.sums
-        self.counts.frozen = self.counts.frozen + sums.counts
+        sums.add_to(self.sums, self.counts)
         self.solve()
 
     def _add_factors(self, features: Tensor, row: int) -> None:
@@ -169,17 +168,17 @@ class RandomRidge(RandomFeatures):
             gram = without_classes(self._unpacked(torch.float64), sums, counts, rows)
             self.gram = torch.zeros_like(self.gram)
             self._add_packed(gram)
-        drop_rows(self.class_banks, rows)
+        super().drop_classes(rows)
 
     def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        unite_rows(self.class_banks, rows, into)
+        super().unite_classes(rows, into)
         if self.factors is not None:
             self.factors.unite_classes(rows, into)
 
     def absorb(self, other: RandomRidge, rows: Sequence[int]) -> None:
         if not torch.equal(self.seed.cpu(), other.seed.cpu()):
             raise CannotEdit("the models have different random features; use one seed for both")
-        absorb_rows(self.class_banks, other.class_banks, rows)
+        super().absorb(other, rows)
         if self.factors is not None and other.factors is not None:
             self.factors.absorb(other.factors, rows)
         else:
@@ -189,15 +188,14 @@ class RandomRidge(RandomFeatures):
             self.ridge = self.ridge.new_tensor(RIDGE_CANDIDATES[int(self.errors.argmin())])
 
     def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
-        hidden, sums = self.hidden(features), self.sums.frozen
-        sources = torch.full_like(labels, source)
-        sums = sums.index_add(1, sources, hidden.T, alpha=-1).index_add(1, labels, hidden.T)
-        self.sums.frozen = sums
-        moved = torch.bincount(labels, minlength=self.classes)
-        self.counts.frozen = self.counts.frozen + moved
-        self.counts.frozen[source] -= len(labels)
+        hidden = self.hidden(features)
+        move_sums(self.sums, self.counts, hidden, source, labels)
         if self.factors is not None:
             self.factors.move_images(hidden, source, labels)
+
+    def is_consistent(self, classes: int) -> bool:
+        fits = self.factors is None or self.factors.is_consistent(classes)
+        return super().is_consistent(classes) and fits
 
     def _balance(self, gram: Tensor, sums: Tensor, ridge: float) -> tuple[Tensor, float]:
         """Reweight the sums as if all classes had the same number of images; overwrites `gram`.
@@ -281,7 +279,7 @@ class RandomRidge(RandomFeatures):
         return self.errors.new_tensor(errors)
 
 
-class RidgeSums(TaskSums):
+class RidgeSums(ClassSums):
     """What a task adds to a `RandomRidge`.
 
     Args:
@@ -291,8 +289,7 @@ class RidgeSums(TaskSums):
     """
 
     reduced = MappingProxyType(
-        {name: "sum" for name in ("gram", "sums", "counts", "weight", "selected")}
-        | {"largest": "max"}
+        {**ClassSums.reduced, "gram": "sum", "weight": "sum", "selected": "sum", "largest": "max"}
     )
     gram: Tensor | None = None
     """Sum of h h^T; None if classes have their own."""
@@ -300,9 +297,8 @@ class RidgeSums(TaskSums):
     """Features of the images for choosing the ridge; None if it is not chosen."""
 
     def __init__(self, statistics: RandomRidge, labels: Tensor, task: int) -> None:
+        super().__init__(statistics.sums, statistics.counts)
         self.statistics, self.labels = statistics, labels
-        self.sums = torch.zeros_like(statistics.sums.frozen)
-        self.counts = torch.zeros_like(statistics.counts.frozen)
         self.weight = self.largest = self.sums.new_zeros(statistics.projected)
         self.counts_copies = bool(statistics.blend)
         if statistics.factors is None:
@@ -316,8 +312,7 @@ class RidgeSums(TaskSums):
 
     def add(self, chunk: Chunk) -> None:
         hidden = self.statistics.hidden(chunk.features)
-        self.sums = self.sums.index_add(1, chunk.labels, hidden.T)
-        self.counts += torch.bincount(chunk.labels, minlength=len(self.counts))
+        super().add(chunk._replace(features=hidden))
         if self.gram is not None:
             self.gram.addmm_(hidden.T, hidden)
         if self.statistics.blend and len(hidden):

@@ -17,12 +17,7 @@ from torch.nn import functional as F
 
 from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
 from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import (
-    MethodConfig,
-    ParameterCount,
-    TaskBrief,
-    cosines,
-)
+from coda_prompt.methods.base import MethodConfig, ParameterCount, TaskBrief, cosines
 from coda_prompt.methods.closedform import ClosedForm
 from coda_prompt.methods.moments import FeatureMoments, MomentSums
 from coda_prompt.methods.options import STRICT
@@ -60,10 +55,8 @@ class StreamingLDA(AdditiveMethod, ClosedForm):
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        new, width = self.classes_seen - len(self.weight), self.vit_config.width
-        self.moments.grow(self.classes_seen)
-        self.weight.append(torch.zeros(new, width))
-        self.bias.append(torch.zeros(new))
+        for each in (self.moments, self.weight, self.bias):
+            each.grow(self.classes_seen)
 
     def task_sums(self, labels: Tensor) -> MomentSums | None:
         if self.config.removable:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from coda_prompt.methods.bank import Bank
 
 CHUNK_SIZE = 4096
 """Images added at once."""
@@ -54,3 +57,28 @@ class TaskSums(ABC):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, reduce(value, operation))
+
+
+class ClassSums(TaskSums):
+    """The sum of the features of each class, and its number of images.
+
+    Args:
+        sums: What the sums will be added to.
+        counts: What the numbers of images will be added to.
+    """
+
+    reduced: ClassVar[Mapping[str, str]] = MappingProxyType({"sums": "sum", "counts": "sum"})
+
+    def __init__(self, sums: Bank, counts: Bank) -> None:
+        self.axis = sums.axis
+        self.sums, self.counts = torch.zeros_like(sums.frozen), torch.zeros_like(counts.frozen)
+
+    def add(self, chunk: Chunk) -> None:
+        features = chunk.features.to(self.sums.dtype).movedim(0, self.axis)
+        self.sums.index_add_(self.axis, chunk.labels, features)
+        self.counts += torch.bincount(chunk.labels, minlength=len(self.counts))
+
+    def add_to(self, sums: Bank, counts: Bank) -> None:
+        """Add the sums of the task to those of all tasks."""
+        sums.frozen = sums.frozen + self.sums
+        counts.frozen = counts.frozen + self.counts
