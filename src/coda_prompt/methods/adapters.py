@@ -132,11 +132,9 @@ class AdapterMethod(Method):
         self.adapters = Adapters(backbone.config, config.rank, config.adapter_scale)
         self.proxies = Bank((backbone.config.width,))
         self.sigma = Bank()
-        self.task_rows: tuple[int, ...] = ()
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        self.task_rows = brief.classes
         if self.adapts():
             self.adapters.open(self.initial_adapters(brief))
             bound = self.vit_config.width**-0.5

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from coda_prompt.methods.bank import Bank
 from coda_prompt.methods.base import (
     Loss,
+    Method,
     MethodConfig,
     ParameterCount,
     PromptConfig,
@@ -74,8 +75,7 @@ class Gaussians(nn.Module):
     def grow(self, classes: int) -> None:
         """Make space for new classes."""
         for bank in (self.means, self.factors):
-            row = bank.frozen.shape[1:]
-            bank.append(bank.frozen.new_zeros(classes - len(bank), *row))
+            bank.grow(classes)
 
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
@@ -155,7 +155,7 @@ class AlignedHead(nn.Module):
         self.gaussians.grow(classes)
         for bank in (self.weight, self.bias):
             if bank is not None:
-                bank.append(bank.frozen.new_zeros(classes - len(bank), *bank.frozen.shape[1:]))
+                bank.grow(classes)
                 bank.reopen()
 
     @torch.no_grad()
@@ -211,10 +211,37 @@ class AlignedHead(nn.Module):
         return {len(bank) for bank in self.modules() if isinstance(bank, Bank)} == {classes}
 
 
-class AlignedPrompts(PromptMethod):
-    """Base of prompt methods whose head is aligned after each task and stays aligned."""
+class AlignedMethod(Method):
+    """Mixin of methods with an aligned head; list it before the method family in the bases."""
 
     fits = True
+    aligned: AlignedHead
+
+    def begin_task(self, brief: TaskBrief) -> None:
+        super().begin_task(brief)
+        self.aligned.begin_task(self.classes_seen)
+
+    def generate(self, stage: Stage, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.aligned.generate(stage, generator, self.classes_seen)
+
+    def loss(self, batch: TrainingBatch) -> Loss:
+        if batch.features is None:
+            return super().loss(batch)
+        return Loss.of(self.alignment_loss(self.aligned(batch.features), batch.labels))
+
+    def alignment_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of samples from class Gaussians, one value for each."""
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
+        return self.aligned(self.features(images, queries))
+
+    def _is_consistent(self) -> bool:
+        return super()._is_consistent() and self.aligned.is_consistent(self.classes_seen)
+
+
+class AlignedPrompts(AlignedMethod, PromptMethod):
+    """Base of prompt methods whose head is aligned after each task and stays aligned."""
 
     def __init__(
         self,
@@ -226,12 +253,6 @@ class AlignedPrompts(PromptMethod):
         super().__init__(backbone, config, prompts)
         width = backbone.config.width
         self.aligned = AlignedHead(width, config, kind="diagonal", centroids=centroids)
-        self.task_rows: tuple[int, ...] = ()
-
-    def begin_task(self, brief: TaskBrief) -> None:
-        super().begin_task(brief)
-        self.task_rows = brief.classes
-        self.aligned.begin_task(self.classes_seen)
 
     def as_prefixes(self, prompts: Tensor) -> Prefixes:
         """Split prompts (blocks x (1 or B) x length x D) into keys and values."""
@@ -249,12 +270,6 @@ class AlignedPrompts(PromptMethod):
         """Steps of an epoch: as many as old classes, as in released code."""
         return max(int(self.task_sizes.rows[:-1].sum()), 1)
 
-    def loss(self, batch: TrainingBatch) -> Loss:
-        if batch.features is None:
-            return super().loss(batch)
-        logits = self.aligned(batch.features)
-        return Loss.of(F.cross_entropy(logits, batch.labels, reduction="none"))
-
     def parameter_count(self) -> ParameterCount:
         """Without class Gaussians and the rows that alignments start from."""
         body = sum(
@@ -263,9 +278,3 @@ class AlignedPrompts(PromptMethod):
             if tensor.is_floating_point() and "aligned." not in name and "head." not in name
         )
         return ParameterCount(body, self.aligned.weight.frozen.numel())
-
-    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
-        return self.aligned(self.features(images, queries))
-
-    def _is_consistent(self) -> bool:
-        return super()._is_consistent() and self.aligned.is_consistent(self.classes_seen)

@@ -31,12 +31,10 @@ class LearningWithoutForgetting(WholeNetwork):
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
         self.teacher: Teacher | None = None
-        self.task_rows: tuple[int, ...] = ()
 
     def begin_task(self, brief: TaskBrief) -> None:
-        teacher = Teacher(self.network, self.head) if self.classes_seen else None
+        self.teacher = Teacher(self.network, self.head) if self.classes_seen else None
         super().begin_task(brief)
-        self.teacher, self.task_rows = teacher, brief.classes
 
     def end_task(self) -> None:
         self.teacher = None

@@ -16,11 +16,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.methods.base import Loss, ParameterCount, TaskBrief
+from coda_prompt.methods.base import ParameterCount
 from coda_prompt.methods.finetune import WholeNetwork
-from coda_prompt.methods.gaussians import AlignedHead, AlignmentConfig
+from coda_prompt.methods.gaussians import AlignedHead, AlignedMethod, AlignmentConfig
 from coda_prompt.methods.options import STRICT
-from coda_prompt.methods.stages import ParameterGroup, Stage, TrainingBatch
+from coda_prompt.methods.stages import ParameterGroup, Stage
 from coda_prompt.model.vit import Images, ViT
 
 EPSILON = 1e-7
@@ -41,7 +41,7 @@ class SLCAConfig(AlignmentConfig):
     """tau of the logit normalisation in the alignment; None: plain cross-entropy."""
 
 
-class SLCA(WholeNetwork):
+class SLCA(AlignedMethod, WholeNetwork):
     """SLCA: the network learns slowly, the head is aligned on samples from class Gaussians."""
 
     Config = SLCAConfig
@@ -49,15 +49,10 @@ class SLCA(WholeNetwork):
     config: SLCAConfig
     learning_rate = 0.01
     trains_all_rows = False
-    fits = True
 
     def __init__(self, backbone: ViT, config: SLCAConfig) -> None:
         super().__init__(backbone, config)
         self.aligned = AlignedHead(backbone.config.width, config, kind="full")
-
-    def begin_task(self, brief: TaskBrief) -> None:
-        super().begin_task(brief)
-        self.aligned.begin_task(self.classes_seen)
 
     def stages(self) -> Sequence[Stage]:
         config, stages = self.config, []
@@ -80,9 +75,7 @@ class SLCA(WholeNetwork):
         return stages
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        self.aligned.gaussians.update(features, labels)
-        rows = torch.arange(self.classes_seen, device=features.device)
-        self.aligned.start(rows, self.head.weight.rows, self.head.bias.rows)
+        self.aligned.fit(features, labels, self.head, range(self.classes_seen))
 
     def generate(self, stage: Stage, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The mean of a class of task i is multiplied by 0.9 + 0.1 (i + 1) / (t + 1)."""
@@ -91,11 +84,6 @@ class SLCA(WholeNetwork):
         return self.aligned.generate(
             stage, generator, self.classes_seen, scale.repeat_interleave(sizes)
         )
-
-    def loss(self, batch: TrainingBatch) -> Loss:
-        if batch.features is None:
-            return super().loss(batch)
-        return Loss.of(self.alignment_loss(self.aligned(batch.features), batch.labels))
 
     def per_image_loss(self, images: Images, labels: Tensor, features: Tensor) -> Tensor:
         return self.head.masked_loss(features, labels)
@@ -109,12 +97,6 @@ class SLCA(WholeNetwork):
             logits = logits / (self.config.logit_temperature * mean)
         return F.cross_entropy(logits, labels, reduction="none")
 
-    def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
-        return self.aligned(self.features(images, queries))
-
     def parameter_count(self) -> ParameterCount:
         network = sum(parameter.numel() for parameter in self.network.parameters())
         return ParameterCount(network, self.aligned.weight.frozen.numel())
-
-    def _is_consistent(self) -> bool:
-        return super()._is_consistent() and self.aligned.is_consistent(self.classes_seen)

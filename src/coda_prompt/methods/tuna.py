@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from coda_prompt.methods.adapters import AdapterConfig, AdapterMethod
 from coda_prompt.methods.base import Loss, ParameterCount, TaskBrief
-from coda_prompt.methods.gaussians import AlignedHead, AlignmentConfig
+from coda_prompt.methods.gaussians import AlignedHead, AlignedMethod, AlignmentConfig
 from coda_prompt.methods.options import STRICT
 from coda_prompt.methods.stages import Stage, TrainingBatch
 from coda_prompt.model.vit import Images, ViT
@@ -45,7 +45,7 @@ class TUNAConfig(AlignmentConfig, AdapterConfig):
     """Samples in a batch of the alignment (the paper: five times the batch size)."""
 
 
-class TUNA(AdapterMethod):
+class TUNA(AlignedMethod, AdapterMethod):
     """TUNA: the adapters of the task with the surest answer, and universal ones, vote."""
 
     Config = TUNAConfig
@@ -55,10 +55,6 @@ class TUNA(AdapterMethod):
     def __init__(self, backbone: ViT, config: TUNAConfig) -> None:
         super().__init__(backbone, config)
         self.aligned = AlignedHead(backbone.config.width, config, cosine=True, kind="full")
-
-    def begin_task(self, brief: TaskBrief) -> None:
-        super().begin_task(brief)
-        self.aligned.begin_task(self.classes_seen)
 
     def initial_adapters(self, brief: TaskBrief) -> list[Tensor]:
         """Continue from the adapters of the task before."""
@@ -81,14 +77,12 @@ class TUNA(AdapterMethod):
         means = self.aligned.gaussians.means.frozen[rows, 0]
         self.aligned.start(rows, self.proxies.rows if len(self.proxies) else means)
 
-    def generate(self, stage: Stage, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self.aligned.generate(stage, generator, self.classes_seen)
-
     def loss(self, batch: TrainingBatch) -> Loss:
-        if batch.features is None:
-            return super().loss(batch)._replace(penalty=self.penalty())
-        scores = self.config.cosine_scale * self.aligned(batch.features)
-        return Loss.of(F.cross_entropy(scores, batch.labels, reduction="none"))
+        loss = super().loss(batch)
+        return loss._replace(penalty=self.penalty()) if batch.features is None else loss
+
+    def alignment_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().alignment_loss(self.config.cosine_scale * logits, labels)
 
     def penalty(self) -> Tensor:
         """lambda e^-(t+1) sum_{i<t} mean_l |mean(U_t U_i^T)|, rows of W_u scaled to unit length."""
@@ -119,6 +113,3 @@ class TUNA(AdapterMethod):
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(self.adapters.count(), self.aligned.weight.frozen.numel())
-
-    def _is_consistent(self) -> bool:
-        return super()._is_consistent() and self.aligned.is_consistent(self.classes_seen)
