@@ -192,7 +192,7 @@ def test_cost_measured_after_saving_is_part_of_the_history(tmp_path: Path) -> No
     model = classifier()
     model.save(tmp_path)
     assert read_checks(tmp_path).lessons == {}
-    measured = WatchedAccuracy(classes=4, before=0.9, after=0.8)
+    measured = WatchedAccuracy(classes=4, images=20, before=0.9, after=0.8)
     add_check(tmp_path, 2, model.network.tasks[1], measured)
     first, second = ContinualClassifier.load(tmp_path).history().entries
     assert first.older_before is None

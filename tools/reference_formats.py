@@ -53,8 +53,7 @@ tasks. Their names belong to the method (`coda methods NAME`); no tensor belongs
 which is named by its fingerprint. Nothing in a model folder is executed, and no field is a path
 that a reader follows, except the backbone's own path, which the fingerprint checks.
 
-Current format: {format}. Formats 1 and 2 are read and written again as {format} by the next
-lesson.
+Current format: {format}.
 """
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from coda_prompt.data.images import convert_channels
-from coda_prompt.methods.bank import Bank, other_rows
+from coda_prompt.methods.bank import Bank, CPUModule, other_rows
 
 if TYPE_CHECKING:
     from coda_prompt.data.resolve import Labelled
@@ -31,16 +31,13 @@ MAX_DIFFERENT_BITS = 12
 MAX_SHOWN = 5
 
 
-class LearnedHashes(nn.Module):
+class LearnedHashes(CPUModule):
     """The hash and the class of each image of the lessons that asked for it; additive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hashes = Bank((BYTES,), dtype=torch.uint8)
         self.rows = Bank(dtype=torch.int64)
-
-    def _apply(self, fn: object, recurse: bool = True) -> LearnedHashes:
-        return self  # stays on the CPU
 
     def learned(self, images: Labelled, names: Sequence[str]) -> tuple[LearnedHashes, list[str]]:
         """Add the images of a lesson, and find those that were learned before.

@@ -70,8 +70,8 @@ class WatchedAccuracy(FileSchema):
 
     classes: Count
     """Number of older classes with watched images."""
-    images: int = Field(0, ge=0)
-    """Number of watched images; 0 in models of earlier versions."""
+    images: Count
+    """Number of watched images."""
     before: float
     """Accuracy before the lesson."""
     after: float

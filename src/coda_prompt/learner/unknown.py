@@ -15,16 +15,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption, CorruptFile
 from coda_prompt.learner.typicality import BINS, Prior, UnknownScorer, histogram_bins
-from coda_prompt.methods.bank import Bank, ClassRows
+from coda_prompt.methods.bank import Bank, ClassRows, CPUModule
 from coda_prompt.methods.moments import FeatureMoments
 
 CONTRADICTION = "its statistics of unknown images contradict each other"
@@ -74,7 +73,7 @@ EVERYTHING_KNOWN = UnknownRule()
 """Rejects nothing."""
 
 
-class UnknownDetector(ClassRows, nn.Module):
+class UnknownDetector(ClassRows, CPUModule):
     """Running statistics that tell images of learned classes from others.
 
     All of it adds up: over lessons, and over models that learned on the same backbone. A lesson is
@@ -95,9 +94,6 @@ class UnknownDetector(ClassRows, nn.Module):
         self.class_banks = (self.scores,)
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         """Features, labels and the number of classes of lessons that are not added yet."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> UnknownDetector:
-        return self  # statistics stay on the CPU in float64, as those of FeatureMoments
 
     def learned(self, features: Tensor, labels: Tensor, classes: int) -> UnknownDetector:
         """Return a detector that has learned the images of one more lesson.

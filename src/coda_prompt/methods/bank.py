@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Bank(nn.Module):
@@ -114,6 +117,13 @@ def is_loadable(stored: Tensor, own: Tensor) -> bool:
     """Whether a tensor from a file has the type of an own one, or one nearly as large."""
     same_kind = stored.is_floating_point() == own.is_floating_point()
     return same_kind and 2 * stored.element_size() >= own.element_size()
+
+
+class CPUModule(nn.Module):
+    """A module that stays on the CPU in its own precision, whatever the model is moved to."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        return self
 
 
 class ClassRows:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coda_prompt.methods.additive import move_sums, without_classes
-from coda_prompt.methods.bank import Bank, ClassRows, other_rows
+from coda_prompt.methods.bank import Bank, ClassRows, CPUModule, other_rows
 from coda_prompt.methods.sums import Chunk, ClassSums
 
 MIN_SINGULAR_VALUE = 1e-6
@@ -19,7 +18,7 @@ MIN_VARIANCE = 1e-6
 """Of the mean square of features. A smaller variance is rounding: the images are all the same."""
 
 
-class ClassFactors(nn.Module):
+class ClassFactors(CPUModule):
     """The second moments of each class on its own, so that a class can be removed exactly.
 
     Sum of f f^T of a class = R^T R, where R has a row for each image, at most as many as features.
@@ -31,9 +30,6 @@ class ClassFactors(nn.Module):
         super().__init__()
         self.rows = Bank((width,))
         self.ranks = Bank(dtype=torch.int64)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ClassFactors:
-        return self
 
     def grow(self, classes: int) -> None:
         """Add classes without images up to `classes`."""
@@ -133,7 +129,7 @@ class MomentSums(ClassSums):
         self.total.addmm_(features.T, features)
 
 
-class FeatureMoments(ClassRows, nn.Module):
+class FeatureMoments(ClassRows, CPUModule):
     """Counts, sums and second moments of the features of all classes: additive, in float64.
 
     They stay on the CPU in float64, whatever the model is moved to: the covariance is a small
@@ -156,9 +152,6 @@ class FeatureMoments(ClassRows, nn.Module):
         self.factors = ClassFactors(width) if removable else None
         side = 0 if removable else width
         self.register_buffer("total", torch.zeros(side, side, dtype=torch.float64))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FeatureMoments:
-        return self
 
     def grow(self, classes: int) -> None:
         super().grow(classes)
