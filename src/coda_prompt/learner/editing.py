@@ -275,8 +275,7 @@ def join(
         edit = _edit(tasks, f"joined {1 + len(others)} models", [])
         classifier._replace(previous, tasks, edit)
         check_values(classifier.network.tensors(), "The joined model")
-        if classifier.network.detector is not None:
-            classifier.network.detector.scorer()  # raises if its statistics contradict each other
+        classifier.network.detector.scorer()  # raises if its statistics contradict each other
 
 
 def known_name(classifier: EditableEstimator, text: str) -> str:
