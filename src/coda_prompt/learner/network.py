@@ -265,7 +265,8 @@ def check_values(tensors: Mapping[str, Tensor], path: object) -> None:
         CorruptFile: There are NaN, infinite, huge or, among counts, negative ones.
     """
     for tensor in tensors.values():
-        low, high = tensor.aminmax() if tensor.numel() else (0, 0)
+        # as Python's numbers: a tensor of bytes would take over MAX_COUNT as a byte
+        low, high = (each.item() for each in tensor.aminmax()) if tensor.numel() else (0, 0)
         least, most = (-MAX_SUM, MAX_SUM) if tensor.is_floating_point() else (0, MAX_COUNT)
         if not (low >= least and high <= most):  # also if one of them is NaN
             raise errors.CorruptFile(path, "it has invalid values: NaN, inf, huge or negative ones")
