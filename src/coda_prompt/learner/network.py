@@ -236,22 +236,19 @@ class Network:
             CorruptFile: The tensors do not fit the description.
         """
         check_values(model.tensors, path)
-        statistics = {name for name in model.tensors if name.startswith(PREFIX)}
-        seen = {name for name in model.tensors if name.startswith(duplicates.PREFIX)}
-        tensors = {name: model.tensors[name] for name in model.tensors.keys() - statistics - seen}
-        self.method.load_learned_state(tensors)
+        learned = dict(model.tensors)
+        statistics, seen = (
+            {name: learned.pop(name) for name in model.tensors if name.startswith(prefix)}
+            for prefix in (PREFIX, duplicates.PREFIX)
+        )
+        self.method.load_learned_state(learned)
         if self.method.classes_seen != len(model.description.classes):
             raise errors.CorruptFile(path, "its tensors are not of as many classes as it names")
-        detector = self._new_detector()
-        if not detector.load(
-            {name: model.tensors[name] for name in statistics}, self.method.classes_seen
-        ):
+        detector, hashes = self._new_detector(), LearnedHashes()
+        if not detector.load(statistics, self.method.classes_seen):
             problem = "its statistics of unknown images do not fit its classes and backbone"
             raise errors.CorruptFile(path, problem)
-        hashes = LearnedHashes()
-        if seen and not hashes.load(
-            {name: model.tensors[name] for name in seen}, self.method.classes_seen
-        ):
+        if seen and not hashes.load(seen, self.method.classes_seen):
             raise errors.CorruptFile(path, "its hashes of images do not fit its classes")
         self.detector, self.hashes = detector, hashes
         self.number, self.edits = model.number, list(model.description.edits)
@@ -265,7 +262,7 @@ def check_values(tensors: Mapping[str, Tensor], path: object) -> None:
         CorruptFile: There are NaN, infinite, huge or, among counts, negative ones.
     """
     for tensor in tensors.values():
-        # as Python's numbers: a tensor of bytes would take over MAX_COUNT as a byte
+        # As Python numbers: beside a tensor of bytes, MAX_COUNT would become a byte too.
         low, high = (each.item() for each in tensor.aminmax()) if tensor.numel() else (0, 0)
         least, most = (-MAX_SUM, MAX_SUM) if tensor.is_floating_point() else (0, MAX_COUNT)
         if not (low >= least and high <= most):  # also if one of them is NaN
