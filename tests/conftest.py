@@ -25,8 +25,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 SLOWEST = (
-    *("serve", "models", "checkpointing", "page", "paper_data", "report", "contract", "devices"),
-    *("cluster", "engine", "learner_shell", "distributed", "bench", "outside_methods"),
+    *("serve", "contract", "serve_attacks", "checkpointing", "page", "models", "kills", "report"),
+    *("fuzz", "paper_data", "devices", "commands", "bench", "engine", "cluster", "learner_shell"),
+    *("distributed", "evaluation", "outside_methods", "catalog", "editing", "stream_contract"),
 )
 """The slowest test files run first, so that all workers finish at about the same time."""
 

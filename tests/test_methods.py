@@ -166,14 +166,6 @@ def test_a_method_from_a_file_may_have_options_of_its_own(tmp_path: Path) -> Non
         methods.make(f"{path}:Mine", tiny_vit(), pul=3)
 
 
-def test_a_method_from_a_file_learns_like_any_other(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(MINE)
-    method = methods.make(f"{path}:Mine", tiny_vit(), pool=6)
-    Engine(PLAIN_VIEWS, Training(epochs=1)).run(method, make_stream(patterns(4, 4), tasks=2))
-    assert method.logits(torch.rand(2, 1, 16, 16)).shape == (2, 4)
-
-
 @pytest.mark.parametrize(
     ("content", "name", "problem"),
     [
