@@ -62,13 +62,6 @@ def _cast(layer: linear.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return layer.weight.to(dtype), layer.bias.to(dtype)
 
 
-def _with_keys(attention: vit.Attention, tokens: Tensor) -> Tensor:
-    query = attention.qkv(tokens[:, :1], slice(tokens.shape[-1]))
-    key, value = attention.qkv(tokens, slice(tokens.shape[-1], None)).chunk(2, dim=-1)
-    outputs: Tensor = attention(query, key, value, None)
-    return outputs
-
-
 PATCHES: dict[str, list[tuple[Any, str, Any]]] = {
     "half blocks by autograd": [(vit, "frozen_layers", lambda *_: None)],
     "products without oneDNN": [
@@ -79,7 +72,6 @@ PATCHES: dict[str, list[tuple[Any, str, Any]]] = {
         for module in (fast_cpu, half_blocks)
         for name, part in (("attention", _attention), ("attention_backward", _attention_backward))
     ],
-    "keys and values in the last block": [(vit.Attention, "from_class_token", _with_keys)],
     "weights cast in every call": [(linear.Linear, "_cast_once", _cast)],
 }
 """What replaces a part."""

@@ -25,7 +25,7 @@ from coda_prompt.model.half_blocks import (
     add_residual,
     frozen_layers,
 )
-from coda_prompt.model.linear import Linear, full_precision
+from coda_prompt.model.linear import Linear
 
 Prefix = tuple[Tensor, Tensor]
 """Keys and values, each batch x rows x width (a batch of 1 serves every image)."""
@@ -179,25 +179,6 @@ class Attention(nn.Module):
             attended = F.scaled_dot_product_attention(*by_head)
         return self.proj(attended.transpose(1, 2).flatten(2))
 
-    def from_class_token(self, tokens: Tensor) -> Tensor:
-        """Attend from the class token, without keys and values of the other tokens, B x 1 x D.
-
-        q.(W_k x) = (W_k' q).x, and the sum of values is W_v times the sum of tokens: W_k and W_v
-        are multiplied with one row for each image. b_k adds the same to all scores, which changes
-        no weight.
-        """
-        width = tokens.shape[-1]
-        query = self.qkv(tokens[:, :1], slice(width))
-        with full_precision(tokens.device):  # a rounded score changes its weight by some percent
-            query, tokens = query.to(self.qkv.weight.dtype), tokens.to(self.qkv.weight.dtype)
-            query = query.unflatten(-1, (self.heads, -1))[:, 0].transpose(0, 1)  # heads x B x D/h
-            of_keys, of_values = self.qkv.weight[width:].view(2, self.heads, -1, width)
-            towards = (query @ of_keys).transpose(0, 1) * query.shape[-1] ** -0.5  # B x heads x D
-            weights = (towards @ tokens.mT).softmax(dim=-1)  # B x heads x tokens
-            sums = (weights @ tokens).transpose(0, 1) @ of_values.mT  # heads x B x D/h
-            attended = sums.transpose(0, 1).flatten(1) + self.qkv.bias[2 * width :]
-        return self.proj(attended[:, None])
-
 
 class MLP(nn.Module):
     def __init__(self, width: int, hidden: int, quick_gelu: bool = False) -> None:
@@ -290,11 +271,6 @@ class Block(nn.Module):
         """The residual stream between attention and MLP."""
         attn = self.attn
         edited = bool(edits.deltas) or edits.tap is not None or self.config.rotary
-        known = projected is not None or prefix is not None
-        # Exported graphs have a matrix for each product: tools quantise nothing else.
-        if class_only and not (edited or known or torch.compiler.is_compiling()):
-            update = attn.from_class_token(self.norm1(tokens))
-            return add_residual(tokens[:, :1], update, _gamma(self.ls1))
         if not (class_only or edited or _any_needs_gradient(tokens, projected)):
             layers = frozen_layers(tokens, self.norm1, attn.qkv, attn.proj, _gamma(self.ls1))
             if layers is not None:
