@@ -57,13 +57,6 @@ def test_a_bank_refuses_a_tensor_that_does_not_fit(tensor: torch.Tensor) -> None
     assert Bank((3,), groups=2).resize(torch.zeros(2, 7, 3))
 
 
-@pytest.mark.parametrize("name", sorted(methods.METHODS))
-def test_growing_axes_name_tensors_of_the_learned_state(name: str) -> None:
-    method = methods.make(name, tiny_vit())
-    for tensor, axis in method.growing_axes().items():
-        assert method.learned_state()[tensor].shape[axis] == 0
-
-
 def test_rows_that_start_as_older_ones_are_copies() -> None:
     bank = Bank((3,), groups=2)
     bank.append(torch.ones(2, 4, 3))

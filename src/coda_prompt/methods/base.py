@@ -321,10 +321,6 @@ class Method(nn.Module):
         if not self._is_consistent():
             raise self._misfit("the sizes of its tensors contradict each other")
 
-    def growing_axes(self) -> dict[str, int]:
-        """The tensors of the learned state that grow by task, and along which axis."""
-        return {name: bank.axis for name, bank in self._banks().items()}
-
     def _banks(self) -> dict[str, Bank]:
         """Each bank under the name of its tensor in the learned state."""
         modules = self.named_modules()

@@ -1,7 +1,7 @@
 """Checkpoints of a training run: an interrupted run resumes and ends bit-identical.
 
     checkpoint-000017.json       the position in the training and the hash of every file it needs
-    learned-000015.safetensors   what a finished task changed in the learned state
+    learned-000015.safetensors   the learned state of the finished tasks
     training-000017.safetensors  parameters and optimizer state within a task
 
 All files are written atomically, the checkpoint last. The last two checkpoints are retained; a
@@ -18,19 +18,18 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from coda_prompt.errors import CorruptFile
 from coda_prompt.methods import Method
 from coda_prompt.storage.files import FileSchema, check_regular, read_regular, write_atomically
-from coda_prompt.storage.tensors import read_tensors, tensors_sha256, write_tensors
+from coda_prompt.storage.tensors import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -52,57 +51,57 @@ class FileRecord(FileSchema):
     name: str = Field(pattern=FILE_NAME)
     sha256: str
     size: int = Field(ge=0)
-    appended: list[str]
-    """Tensors to append to those of earlier files; all others replace them."""
 
 
-class Checkpoint(FileSchema):
+class TrainingPosition(FileSchema):
+    """The position in a training between two steps."""
+
+    model_config = ConfigDict(frozen=False)
+
+    task: int = Field(default=0, ge=0)
+    """Finished tasks."""
+    stage: int = Field(default=0, ge=0)
+    """Finished stages of the current task."""
+    epoch: int = Field(default=0, ge=0)
+    """Finished epochs of the stage."""
+    step: int = Field(default=0, ge=0)
+    """Finished steps of the epoch."""
+    losses: list[float] = Field(default_factory=list)
+    """Mean loss of each finished epoch of the task."""
+    sum_of_losses: float = 0.0
+    """Over the images of the epoch's finished steps."""
+    steps_of_task: int = Field(default=0, ge=0)
+    """Optimizer steps of the task so far, in all its stages."""
+
+    def after_epoch(self, images: int) -> TrainingPosition:
+        """Return the position after the current epoch, of which `images` images were trained."""
+        losses = [*self.losses, self.sum_of_losses / images]
+        update = {"epoch": self.epoch + 1, "step": 0, "losses": losses, "sum_of_losses": 0.0}
+        return self.model_copy(update=update)
+
+    def at_stage(self, stage: int) -> TrainingPosition:
+        """Return the position at the start of a later stage."""
+        update = {"stage": stage, "epoch": 0, "step": 0, "sum_of_losses": 0.0}
+        return self.model_copy(update=update)
+
+
+class Checkpoint(TrainingPosition):
     """The content of a checkpoint file."""
 
     format: int = Field(ge=1, le=FORMAT)
     identity: Any
     """Everything that determines the result; another training does not resume from here."""
-    task: int = Field(ge=0)
-    """Finished tasks."""
-    stage: int = Field(ge=0)
-    """Finished stages of the current task."""
-    epoch: int = Field(ge=0)
-    """Finished epochs of the stage."""
-    step: int = Field(ge=0)
-    """Finished steps of the epoch."""
-    losses: list[float]
-    """Mean loss of each finished epoch of the task."""
-    sum_of_losses: float
-    """Over the images of the epoch's finished steps."""
-    steps_of_task: int = Field(ge=0)
-    """Optimizer steps of the task so far, in all its stages."""
-    learned: list[FileRecord]
+    learned: FileRecord | None
+    """None before the end of the first task."""
     training: FileRecord | None
     """None between two tasks."""
     notes: dict[str, Any]
     """The caller's own data at that time."""
 
-
-@dataclass
-class TrainingPosition:
-    """The position in a training between two steps; the fields are those of `Checkpoint`."""
-
-    task: int = 0
-    stage: int = 0
-    epoch: int = 0
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    sum_of_losses: float = 0.0
-    steps_of_task: int = 0
-
-    def after_epoch(self, images: int) -> TrainingPosition:
-        """Return the position after the current epoch, of which `images` images were trained."""
-        losses = [*self.losses, self.sum_of_losses / images]
-        return replace(self, epoch=self.epoch + 1, step=0, losses=losses, sum_of_losses=0.0)
-
-    def at_stage(self, stage: int) -> TrainingPosition:
-        """Return the position at the start of a later stage."""
-        return replace(self, stage=stage, epoch=0, step=0, sum_of_losses=0.0)
+    @property
+    def files(self) -> list[FileRecord]:
+        """The files that it needs."""
+        return [file for file in (self.learned, self.training) if file is not None]
 
 
 class Checkpointer:
@@ -134,15 +133,11 @@ class Checkpointer:
         self.folder, self.identity, self.interval = folder, identity, interval
         self.writes = writes
         self._notes = notes
-        self._learned: list[FileRecord] = []
-        self._on_disk: dict[str, tuple[tuple[int, ...], str]] = {}
-        """Shape and hash of each growing tensor as the files have it."""
         self._number = 0
         self._last_save = time.monotonic()
         self.other_training: Checkpoint | None = None
         self.latest = self._newest_checkpoint()
-        if self.latest is not None:
-            self._learned = list(self.latest.learned)
+        self._learned = None if self.latest is None else self.latest.learned
 
     # -- resuming
 
@@ -159,26 +154,12 @@ class Checkpointer:
         epochs = len(latest.losses)  # of all stages
         if epochs < latest.epoch or (latest.stage == 0 and epochs > latest.epoch):
             raise CorruptFile(self.folder, "a checkpoint has losses of other epochs than it counts")
-        values = {name: getattr(latest, name) for name in TrainingPosition.__dataclass_fields__}
-        return TrainingPosition(**values | {"losses": list(latest.losses)})
+        return TrainingPosition(**latest.model_dump(include=set(TrainingPosition.model_fields)))
 
     def restore_learned(self, method: Method) -> None:
         """Load what the finished tasks learned."""
-        state: dict[str, Tensor] = {}
-        axes = method.growing_axes()
-        for file in self._learned:
-            tensors = read_tensors(self.folder / file.name).tensors
-            for name, tensor in tensors.items():
-                if name in file.appended:
-                    try:
-                        tensor = torch.cat([state[name], tensor], axes[name])
-                    except (KeyError, RuntimeError, IndexError) as error:
-                        problem = f"'{name}' does not continue the earlier files"
-                        raise CorruptFile(self.folder / file.name, problem) from error
-                state[name] = tensor
-        if state:
-            method.load_learned_state(state)
-            self._remember(method, state)
+        if self._learned is not None:
+            method.load_learned_state(read_tensors(self.folder / self._learned.name).tensors)
 
     def restore_training(self, method: Method, optimizer: Optimizer) -> TrainingPosition | None:
         """Load parameters and optimizer state if a task was interrupted.
@@ -204,22 +185,10 @@ class Checkpointer:
     # -- saving
 
     def save_after_task(self, method: Method, task: int) -> None:
-        """Save what a finished and evaluated task changed in the learned state."""
-        if not self.writes:
-            return
-        state = {name: tensor.detach().cpu() for name, tensor in method.learned_state().items()}
-        changed, appended, axes = {}, [], method.growing_axes()
-        for name, tensor in state.items():
-            new_rows = self._new_rows(name, tensor, axes.get(name))
-            if new_rows is not None:
-                appended.append(name)
-            changed[name] = tensor if new_rows is None else new_rows
-        self._remember(method, state)
-        if 2 * _bytes(changed) > _bytes(state):  # appending would save little: start over
-            changed, appended, self._learned = state, [], []
-        file = self._write_tensors(LEARNED, changed, appended)
-        self._learned = [*self._learned, file]
-        self._write_checkpoint(TrainingPosition(task + 1), None)
+        """Save what was learned by the end of a finished and evaluated task."""
+        if self.writes:
+            self._learned = self._write_tensors(LEARNED, method.learned_state())
+            self._write_checkpoint(TrainingPosition(task=task + 1), None)
 
     def save_after_step(
         self, method: Method, optimizer: Optimizer, position: TrainingPosition, *, now: bool = False
@@ -228,45 +197,25 @@ class Checkpointer:
         due = now or position.step == 0 or time.monotonic() - self._last_save >= self.interval
         if due and self.writes:
             tensors = _training_tensors(method, optimizer, position.stage)
-            self._write_checkpoint(position, self._write_tensors(TRAINING, tensors, []))
+            self._write_checkpoint(position, self._write_tensors(TRAINING, tensors))
 
     def remove(self) -> None:
         """Delete all checkpoints once the training is finished."""
         if self.writes:
             remove_checkpoints(self.folder)
 
-    def _remember(self, method: Method, state: Mapping[str, Tensor]) -> None:
-        self._on_disk = {
-            name: (tuple(state[name].shape), tensors_sha256({name: state[name]}))
-            for name in method.growing_axes()
-            if name in state
-        }
-
-    def _new_rows(self, name: str, tensor: Tensor, axis: int | None) -> Tensor | None:
-        """The rows behind those on disk; None if the tensor does not start with these."""
-        if axis is None or name not in self._on_disk:
-            return None
-        shape, sha256 = self._on_disk[name]
-        old = tensor.narrow(axis, 0, min(shape[axis], tensor.shape[axis]))
-        if tuple(old.shape) != shape or tensors_sha256({name: old}) != sha256:
-            return None
-        return tensor.narrow(axis, shape[axis], tensor.shape[axis] - shape[axis])
-
-    def _write_tensors(
-        self, name: str, tensors: Mapping[str, Tensor], appended: list[str]
-    ) -> FileRecord:
+    def _write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name.format(self._number + 1)
         sha256 = write_tensors(path, tensors, {"checkpoint": FORMAT})
-        size = path.stat().st_size
-        return FileRecord(name=path.name, sha256=sha256, size=size, appended=appended)
+        return FileRecord(name=path.name, sha256=sha256, size=path.stat().st_size)
 
     def _write_checkpoint(self, position: TrainingPosition, training: FileRecord | None) -> None:
         self._number += 1
         checkpoint = Checkpoint(
             format=FORMAT,
             identity=self.identity,
-            **asdict(position),
+            **position.model_dump(),
             learned=self._learned,
             training=training,
             notes=self._notes(),
@@ -285,7 +234,7 @@ class Checkpointer:
         for path in retained:
             checkpoint = self._read(path)
             if isinstance(checkpoint, Checkpoint):
-                needed |= {file.name for file in _files_of(checkpoint)}
+                needed |= {file.name for file in checkpoint.files}
         for path in _own_files(self.folder):
             if path.name not in needed:
                 path.unlink(missing_ok=True)
@@ -325,7 +274,7 @@ class Checkpointer:
 
     def _damage(self, checkpoint: Checkpoint) -> str | None:
         """What is wrong with the files of a checkpoint."""
-        for file in _files_of(checkpoint):
+        for file in checkpoint.files:
             path = self.folder / file.name
             try:
                 if path.stat().st_size != file.size:
@@ -441,14 +390,6 @@ def _matches(saved: Tensor, parameter: Tensor) -> bool:
     return same and bool(saved.isfinite().all())
 
 
-def _files_of(checkpoint: Checkpoint) -> list[FileRecord]:
-    return [*checkpoint.learned, *([checkpoint.training] if checkpoint.training else [])]
-
-
 def _number(path: Path) -> int:
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return int(match[1]) if match else 0
-
-
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -180,7 +180,7 @@ class Engine(Trainer):
         if method.prepares_on is not None:
             with torch.no_grad():
                 method.prepare(self._all_batches(run, method.prepares_on))
-        stages, epochs_before, position = method.stages(), 0, TrainingPosition(run.index)
+        stages, epochs_before, position = method.stages(), 0, TrainingPosition(task=run.index)
         if resumed is not None and first >= len(stages):
             problem = f"it counts {first} stages of {len(stages)}"
             raise errors.CorruptFile("the checkpoint", problem)
