@@ -192,7 +192,7 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
         if new:
             _open_classes(classifier, states, len(new))
         rows = torch.from_numpy(labels).to(features.device)
-        tokens, _ = engine.plain_tokens(method, samples)
+        tokens = engine.plain_tokens(method, samples)
         hashes = hash_images(images) if len(network.hashes.rows) else torch.zeros(len(rows), 0)
         tasks = _relabelled(network.tasks, taught_as, counts, new)
         what = f"relabelled {errors.counted(len(labels), 'image')} of {taught_as}"

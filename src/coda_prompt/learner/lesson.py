@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from coda_prompt import errors
 from coda_prompt.data.resolve import Labelled
@@ -129,18 +128,19 @@ def teach(
         its outcome for the caller.
     """
     known, detector, hashes = network.classes, network.detector, network.hashes
-    before, after, tokens, repeated = {}, {}, list[Tensor](), list[str]()
+    before, after, repeated = {}, {}, list[str]()
     if checked is not None:
         before = known_accuracies(network, checked, known, engine)
-    engine.learn(network.method, task, checkpointer=checkpointer, observe=tokens.append)
+    tokens = engine.plain_tokens(network.method, task.train)
+    engine.learn(network.method, task, checkpointer=checkpointer)
     labels, positions = torch.from_numpy(task.train.labels), task.train.indices
-    taught = detector.learned(tokens[0], labels, network.method.classes_seen)
+    taught = detector.learned(tokens, labels, network.method.classes_seen)
     record, temperature = make_record(network, images, task, engine, taught)
     if before and checked is not None:
         after = known_accuracies(network, checked, known, engine)
         record = record.model_copy(update={"watched": watched_accuracy(before, after)})
     names = [*known, *record.new]
-    class_tokens = tokens[0][:, : network.method.vit_config.width]
+    class_tokens = tokens[:, : network.method.vit_config.width]
     hints = lesson_hints(
         class_tokens,
         labels,
@@ -151,7 +151,7 @@ def teach(
     )
     continued = labels < len(known)
     if continued.any() and network.predictor.scorer.can_reject(DEFAULT_RATE):
-        typicality = network.predictor.scorer(tokens[0][continued].cpu())
+        typicality = network.predictor.scorer(tokens[continued].cpu())
         hints += tuple(typicality_finding(typicality, "images of known classes"))
     if len(hashes.rows) if find_duplicates is None else find_duplicates:
         hashes, repeated = hashes.learned(images, names)

@@ -6,12 +6,11 @@ its share, and losses and gradients are reduced so that a step equals that of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from coda_prompt import errors
 from coda_prompt.data.stream import Samples, Stream, Task
@@ -120,7 +119,6 @@ class Engine(Trainer):
         past: Sequence[Task] = (),
         tasks: int = 0,
         checkpointer: Checkpointer | None = None,
-        observe: Callable[[Tensor], None] | None = None,
         budget: int | None = None,
     ) -> list[float]:
         """Learn one task.
@@ -132,7 +130,6 @@ class Engine(Trainer):
             past: Earlier tasks, for methods that train on their images again.
             tasks: Number of tasks of the stream, for progress.
             checkpointer: Saves the training; a training that it has saved before is resumed.
-            observe: Called with `ViT.plain_tokens` of all training images.
             budget: Optimizer steps after which the training ends; what is fitted in closed form
                 is never left out.
 
@@ -151,7 +148,7 @@ class Engine(Trainer):
                 index, f"images of rows {invalid} are not of its classes {classes}"
             )
         tasks = tasks or index + 1
-        run = TaskRun(method, task.train, labels, past, index, tasks, checkpointer, budget, observe)
+        run = TaskRun(method, task.train, labels, past, index, tasks, checkpointer, budget)
         try:
             with restored_on_error(method):
                 resumed = None if checkpointer is None else checkpointer.position
@@ -164,9 +161,6 @@ class Engine(Trainer):
                 if not bool(method.in_task):
                     raise errors.BadMethod(method.name, "begin_task must call super().begin_task")
                 losses = self._train(run, resumed)
-                if observe is not None and not (method.closed_form and method.plain_queries):
-                    plain = method.backbone.plain_tokens
-                    observe(self._table(task.train, lambda images, _: plain(images)))
                 method.end_task()
                 if bool(method.in_task):
                     raise errors.BadMethod(method.name, "end_task must call super().end_task")
@@ -204,19 +198,12 @@ class Engine(Trainer):
 
     def _fit(self, run: TaskRun) -> None:
         method = run.method
-        sums, observe = method.task_sums(run.labels), run.observe
-        if not (method.closed_form and method.plain_queries):
-            observe = None  # its features are not those of the observer
+        sums = method.task_sums(run.labels)
         if sums is not None:
-            self.add_to_sums(sums, method, run.train, observe)
+            self.add_to_sums(sums, method, run.train)
             method.add_sums(sums)
             return
-        if observe is not None:  # one pass for both
-            tokens, features = self.plain_tokens(method, run.train)
-            observe(tokens)
-            queries: Tensor | None = features
-        else:
-            features, queries = self.features_and_queries(method, run.train)
+        features, queries = self.features_and_queries(method, run.train)
         method.fit(features, queries, run.labels.to(features.device))
 
     def _all_batches(self, run: TaskRun, view: str) -> Iterator[TrainingBatch]:

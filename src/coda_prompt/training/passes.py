@@ -26,7 +26,7 @@ from coda_prompt.training.cores import Cores
 from coda_prompt.training.devices import Devices, Precision, Replicated, any_rank
 from coda_prompt.training.loading import TEST_VIEW, Batch, Views, batches
 from coda_prompt.training.local import LocalDevice
-from coda_prompt.training.queries import Queries
+from coda_prompt.training.queries import Queries, QueryTable
 from coda_prompt.training.settings import Event, Training
 
 PRECISIONS = get_args(Precision)
@@ -111,7 +111,7 @@ class Passes:
         correct = torch.zeros(2, len(samples), dtype=torch.int64, device=self.fabric.device)
         task_rows = torch.tensor(rows, device=self.fabric.device)
         fixed = method.fixed_features
-        for batch in self._pass_over(samples, features_of=method if fixed else None):
+        for batch in self._pass_over(samples, self.queries.cached(method, samples)):
             with torch.inference_mode(), self.fabric.autocast():
                 if fixed:
                     logits = method.scores(self.queries.features(method, batch, samples))
@@ -141,42 +141,16 @@ class Passes:
         counts = torch.bincount(torch.searchsorted(rows, labels), minlength=len(classes))
         return self._reduced(sums, "sum") / counts.clamp_min(1)[:, None]
 
-    def add_to_sums(
-        self,
-        sums: TaskSums,
-        method: Method,
-        samples: Samples,
-        observe: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    def add_to_sums(self, sums: TaskSums, method: Method, samples: Samples) -> None:
         """Add the features of all samples to the sums of a task, a chunk at a time.
 
-        Args:
-            sums: Of the method; reduced over processes in the end.
-            observe: Called with `ViT.plain_tokens` of all samples, if the features are the plain
-                class tokens: one pass computes both.
+        The sums are reduced over processes in the end.
         """
-        vit, width = method.backbone, method.vit_config.width
-        tokens: Tensor | None = None
-
-        def compute(images: Images, queries: Tensor | None) -> Tensor:
-            if observe is None:
-                return method.features(images, queries)
-            rows = vit.plain_tokens(images)
-            return torch.cat([rows, vit.norm(rows[:, :width])], dim=1)
-
         chunks = Chunks(sums, self._all_ranks)
-        passed = None if observe is not None else method
-        for batch, rows in self._rows(samples, compute, passed, parallel=passed is None):
-            if observe is not None:
-                before, rows = rows.split([2 * width, width], dim=1)
-                if tokens is None:
-                    tokens = before.new_zeros(len(samples), 2 * width)
-                tokens[batch.positions] = before
-            chunks.add(rows, batch, self.pass_size)
+        for batch, features in self._rows(samples, method.features, method):
+            chunks.add(features, batch, self.pass_size)
         chunks.flush()
         sums.reduce(self._reduced)
-        if observe is not None and tokens is not None:
-            observe(self._reduced(tokens, "sum"))
 
     def _all_ranks(self, hashes: Tensor) -> Tensor:
         """Return the hashes of all processes; each has as many, some of them zero."""
@@ -201,18 +175,20 @@ class Passes:
         features, queries = table.split([table.shape[1] - width, width], dim=1)
         return features.contiguous(), queries.contiguous()
 
-    def plain_tokens(self, method: Method, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Compute `ViT.plain_tokens` of all samples, and their class tokens after the norm."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def plain_tokens(self, method: Method, samples: Samples) -> Tensor:
+        """Compute `ViT.plain_tokens` of all samples.
+
+        A closed form that learns the samples afterwards reads its features from there.
+        """
+        self._move_to_device(method)
         vit, width = method.backbone, method.vit_config.width
-        table = self._table(
-            samples,
-            lambda images, _: torch.cat(
-                [tokens := vit.plain_tokens(images), vit.norm(tokens[:, :width])], dim=1
-            ),
-            parallel=True,
-        )
-        before, after = table.split([2 * width, width], dim=1)
-        return before.contiguous(), after.contiguous()
+        tokens = self._table(samples, lambda images, _: vit.plain_tokens(images), parallel=True)
+        if method.closed_form and method.plain_queries:
+            with self.fabric.autocast():
+                self.queries.fill(method, samples, vit.norm(tokens[:, :width]))
+        return tokens
 
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda images, queries: method.queries(images))
@@ -271,7 +247,10 @@ class Passes:
         on_cores = parallel and self.fabric.device.type == "cpu" and self.fabric.world_size == 1
         enough = len(samples) >= PARALLEL_BATCHES * self.pass_size
         threads = torch.get_num_threads() if on_cores and enough else 1
-        passed = self._pass_over(samples)
+        known = None
+        if method is not None and method.closed_form and method.plain_queries:
+            known = self.queries.cached(method.backbone, samples)
+        passed = self._pass_over(samples, known)
         with Cores(threads) if threads > 1 else nullcontext() as cores:
             for batch, rows in (
                 ((batch, rows_of(batch)) for batch in passed)
@@ -282,25 +261,24 @@ class Passes:
                 self.on_event(Event("pass", 0, 0, step=min(done, len(samples)), steps=len(samples)))
                 yield batch, rows
 
-    def _pass_over(self, samples: Samples, features_of: Method | None = None) -> Iterator[Batch]:
+    def _pass_over(self, samples: Samples, known: QueryTable | None = None) -> Iterator[Batch]:
         """Yield this process's share of all samples, un-augmented.
 
         All processes get the same number of batches, some of them empty: they ask one another
         before every batch whether to stop.
 
         Args:
-            features_of: Images are not read, and have no pixels, if the features of this method
-                are known for all of them.
+            known: What is needed of each image. If it is complete, images are not read and have no
+                pixels.
         """
         processes = self.fabric.world_size
         share, size = range(self.fabric.global_rank, len(samples), processes), self.pass_size
         starts = range(0, max(1, math.ceil(len(samples) / processes)), size)
         order = [list(share[first : first + size]) for first in starts]
         workers = self.training.workers
-        known = features_of is not None and self.queries.has_features(features_of, samples, share)
         for batch in (
             _without_images(samples, order)
-            if known
+            if known is not None and known.filled[share].all()
             else batches(
                 samples, self.views, order, workers=workers, dtype=self.dtype, read_ahead=True
             )
@@ -334,7 +312,7 @@ class Passes:
 
 
 def _without_images(samples: Samples, order: list[list[int]]) -> Iterator[Batch]:
-    """Yield batches of evaluation images whose pixels nobody needs."""
+    """Yield batches of evaluation images whose pixels are not needed."""
     for positions in order:
         labels = torch.tensor(samples.labels[positions], dtype=torch.int64)
         yield Batch(torch.empty(len(positions), 0), labels, positions, TEST_VIEW)

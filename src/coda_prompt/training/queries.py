@@ -66,7 +66,7 @@ class Queries:
         """
         view = batch.view
         rounded = self.mode == "cached" and not method.closed_form
-        if not (cache or rounded or (method.backbone, TEST_VIEW) in self.tables.get(samples, {})):
+        if not (cache or rounded or self.cached(method.backbone, samples)):
             view = None
         elif view == PLAIN_VIEW or (self.mode == "cached" and view != TEST_VIEW):
             view = TEST_VIEW
@@ -85,17 +85,17 @@ class Queries:
             tables[key].write(batch.positions, features)
         return tables[key].rows(batch.positions, method)
 
-    def has_features(self, method: Method, samples: Samples, positions: Sequence[int]) -> bool:
-        """Whether `features` needs no images at these positions."""
-        table = self.tables.get(samples, {}).get((method, TEST_VIEW))
-        return table is not None and bool(table.filled[positions].all())
+    def cached(self, owner: nn.Module, samples: Samples) -> QueryTable | None:
+        """Return the features of a method, or the queries of a backbone, of un-augmented images."""
+        return self.tables.get(samples, {}).get((owner, TEST_VIEW))
 
-    def fill(self, method: Method, samples: Samples) -> None:
-        """Cache the queries of all un-augmented images."""
+    def fill(self, method: Method, samples: Samples, queries: Tensor | None = None) -> None:
+        """Cache the queries of all un-augmented images; they are computed unless they are given."""
         table = self._table(method, samples, TEST_VIEW)
         if not table.filled.all():
             # In one pass and in order: rounding must depend neither on shuffling nor resuming.
-            table.write(range(len(samples)), self.compute(method, samples))
+            queries = self.compute(method, samples) if queries is None else queries
+            table.write(range(len(samples)), queries)
 
     def _table(self, method: Method, samples: Samples, view: int) -> QueryTable:
         tables = self.tables.setdefault(samples, {})

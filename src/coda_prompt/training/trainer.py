@@ -7,7 +7,7 @@ step equals that of a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -45,8 +45,6 @@ class TaskRun:
     checkpointer: Checkpointer | None
     budget: int | None
     """Optimizer steps after which the training ends."""
-    observe: Callable[[Tensor], None] | None
-    """Called with the class tokens of all training images; see `Engine.learn`."""
 
     def spent(self, position: TrainingPosition) -> float:
         """Return the share of the budget that is spent; 0 without one."""
