@@ -14,39 +14,6 @@ from coda_prompt.bench.report import FinishedRun, grouped, rows, sweep_rows
 from coda_prompt.bench.tables import Table
 from coda_prompt.storage.files import write_atomically
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
-       max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.7rem; } h2 { font-size: 1.3rem; margin-top: 3rem; }
-h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
-nav a { margin-right: 1.2rem; } a { color: #0059a3; }
-.wide, figure { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
-thead th { border-top: 2px solid #333; border-bottom: 1px solid #333; }
-tbody tr:last-child td { border-bottom: 2px solid #333; }
-tbody tr:nth-child(even) td { background: #f4f6f8; }
-figure { display: inline-block; margin: .6rem 1rem .6rem 0; max-width: 100%; }
-figure img { max-width: 100%; height: auto; }
-figcaption { color: #444; }
-abbr { text-decoration: underline dotted #888; text-underline-offset: .2em; cursor: help; }
-dl { columns: 2; font-size: .9rem; } dt { font-weight: 600; } dd { margin: 0 0 .4rem 0; }
-dt, dd { break-inside: avoid; }
-@media (max-width: 50rem) {
-  dl { columns: 1; } th, td { padding: .25rem .5rem; }
-  td:first-child { max-width: 45vw; white-space: normal; overflow-wrap: anywhere; }
-  figure img { max-width: none; width: 36rem; }
-  figcaption { position: sticky; left: 0; max-width: 85vw; }
-}
-@media (prefers-color-scheme: dark) {
-  body { background: #16191d; color: #e4e6e8; } a { color: #6cb8e8; }
-  th:first-child, td:first-child { background: #16191d; }
-  tbody tr:nth-child(even) td { background: #20252b; } figcaption { color: #b0b6bc; }
-  thead th { border-color: #999; } tbody tr:last-child td { border-color: #999; }
-  figure img { background: #fff; }
-}
-"""
 CAPTIONS = {
     "accuracy": "Accuracy over all classes learned so far; bands, with several trials, are one "
     "standard deviation.",
@@ -125,6 +92,7 @@ def _markdown(parts: Sequence[Part], out: Path) -> str:
 
 
 def _html(parts: Sequence[Part]) -> str:
+    style = Path(__file__).with_name("report.css").read_text("utf-8")
     links, sections = [], []
     for number, part in enumerate(parts):
         title = html.escape(part.title)
@@ -135,7 +103,7 @@ def _html(parts: Sequence[Part]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'
-        f"<title>coda-prompt report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>coda-prompt report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
         f"<h1>coda-prompt report</h1>\n<nav>{''.join(links)}</nav>\n"
         f"{''.join(sections)}\n{_legend(parts)}</body>\n</html>\n"
     )
