@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawings import drawings, taught
+from drawings import NAMES, drawings, taught
 from forging import Change, forge_folder
 from forked import Forked
 from PIL import Image
@@ -102,3 +102,42 @@ def test_every_command_refuses_a_forged_model(
     out = ("--out", "joined") if arguments[0] == "merge" else ()
     code, said, _ = run(folder, *arguments, *out)
     assert (code, said.count("\n")) == (2, 1), said
+
+
+@pytest.mark.parametrize(
+    ("change", "edit"),
+    [
+        (fields(number=10**12), ("rename", "model", NAMES[0], "zero")),
+        (
+            lambda description: description["tasks"][0]["images"].update(
+                dict.fromkeys(NAMES[:2], 10**12)
+            ),
+            ("merge-classes", "model", *NAMES[:2], "--into", "both"),
+        ),
+    ],
+    ids=["number", "images"],
+)
+def test_no_command_writes_a_model_that_cannot_be_read(
+    change: Change, edit: tuple[str, ...], whole: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "here")
+    file = forge_folder(folder / "model", change) / "model.safetensors"
+    before = file.read_bytes()
+    code, said, _ = run(folder, *edit)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert file.read_bytes() == before
+
+
+def test_huge_files_in_a_model_folder_are_not_read(whole: Path, peak: int, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "here")
+    for name in ("checks.json", "README.md"):
+        with (folder / "model" / name).open("wb") as file:
+            file.truncate(2**30)
+    code, said, most = run(folder, "history", "model")
+    assert code == 2
+    assert "checks.json: it has more than" in said
+    assert most - peak < 16 * MB
+    (folder / "model" / "checks.json").unlink()
+    code, said, most = run(folder, "rename", "model", NAMES[0], "zero")
+    assert code == 0, said
+    assert most - peak < 16 * MB

@@ -37,7 +37,7 @@ def rename(
     """Rename a class."""
     with _edited(model, backbone, method) as classifier:
         classifier.rename(old, new)
-    _print_state(model, f"{old} is now {new}", as_json, output)
+    _print_state(model, f"{old} is now {console.class_name(new)}", as_json, output)
 
 
 @app.command("merge-classes", epilog="Example: `coda merge-classes my-model mug cup --into cup`")
@@ -57,7 +57,7 @@ def merge_classes(
     """Merge classes into one, as if they had been taught under one name."""
     with _edited(model, backbone, method) as classifier:
         classifier.merge_classes(names, into)
-    _print_state(model, f"{join_names(names)} are now {into}", as_json, output)
+    _print_state(model, f"{join_names(names)} are now {console.class_name(into)}", as_json, output)
 
 
 @app.command(epilog="Example: `coda forget my-model 'a person'`")

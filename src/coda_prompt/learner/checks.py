@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from coda_prompt.learner.store import CHECKS, TaskRecord, WatchedAccuracy
-from coda_prompt.storage.files import FileSchema, read_regular, write_atomically
+from coda_prompt.storage.files import MAX_NOTE_BYTES, FileSchema, read_regular, write_atomically
 
 
 class Checks(FileSchema):
@@ -36,7 +36,7 @@ class Checks(FileSchema):
 def read_checks(folder: Path) -> Checks:
     """Read the measurements of a model folder; a missing or damaged file is empty."""
     try:
-        return Checks.model_validate_json(read_regular(folder / CHECKS))
+        return Checks.model_validate_json(read_regular(folder / CHECKS, MAX_NOTE_BYTES))
     except (OSError, ValidationError):
         return Checks()
 

@@ -190,16 +190,20 @@ class Network:
         return other
 
     def to_model(self, parent: int | None = None) -> store.Model:
-        """Return the description and tensors to save; `parent` is the version before."""
+        """Return the description and tensors to save; `parent` is the version before.
+
+        Raises:
+            CorruptFile: The model would be refused when it is read.
+        """
         path = self.backbone.path
-        description = Description(
+        fields = dict(
             format=store.FORMAT,
             coda_prompt=__version__,
             method=self.entry.name,
             method_sha256=self.entry.sha256,
             options=as_json(dataclasses.asdict(self.method.config)),
             training=as_json(dataclasses.asdict(self.training)),
-            backbone=store.BackboneRecord(
+            backbone=dict(
                 name=self.backbone_name,
                 fingerprint=self.fingerprint,
                 revision=self.backbone.revision,
@@ -207,12 +211,13 @@ class Network:
             ),
             pixels=self.preprocessing(),
             classes=self.classes,
-            tasks=self.tasks,
+            tasks=[task.model_dump(mode="json") for task in self.tasks],
             temperature=self.temperature,
             number=self.number,
             parent=parent,
-            edits=self.edits,
+            edits=[edit.model_dump(mode="json") for edit in self.edits],
         )
+        description = store.checked_description(fields, "The new version")
         return store.Model(description, self.tensors())
 
     def check_backbone(self, description: Description, path: object) -> None:

@@ -35,6 +35,7 @@ from coda_prompt.learner.card import model_card
 from coda_prompt.learner.versions import History, StoredVersion
 from coda_prompt.storage.files import (
     LOCK,
+    MAX_NOTE_BYTES,
     OWNER,
     FileSchema,
     check_regular,
@@ -214,7 +215,7 @@ def decode_model(content: bytes, path: object) -> Model:
         CorruptFile: It is damaged, truncated or not a model.
     """
     file = decode_tensors(content, path)
-    return Model(_validated(file.description, path), file.tensors)
+    return Model(checked_description(file.description, path), file.tensors)
 
 
 def read_description(folder: Path) -> Description:
@@ -228,13 +229,17 @@ def read_description(folder: Path) -> Description:
     content = _read_bytes(path)
     try:
         fields, _ = read_checked_description(content, path)
-        return _validated(fields, path)
+        return checked_description(fields, path)
     except CorruptFile as error:
         raise _with_undo(error, folder) from error
 
 
-def _validated(fields: dict[str, Any] | None, path: object) -> Description:
-    """Return a description after checking its fields."""
+def checked_description(fields: dict[str, Any] | None, path: object) -> Description:
+    """Return a description after checking its fields.
+
+    Raises:
+        CorruptFile: They are not those of a model.
+    """
     if fields is None:
         raise CorruptFile(path, "is not a model of coda-prompt")
     try:  # as JSON, whose strict types are those of the file
@@ -372,7 +377,7 @@ def has_unfinished_lesson(folder: Path) -> bool:
 def _read_note(path: Path) -> object:
     """Return the note of a command that was not finished; None if there is none."""
     try:
-        return json.loads(read_regular(path))
+        return json.loads(read_regular(path, MAX_NOTE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -476,7 +481,8 @@ def _write_copies(folder: Path, description: Description) -> None:
     """Write config.json and the model card unless they are as they should be."""
     for name, content in copies(description).items():
         path = folder / name
-        if not path.exists() or read_regular(path) != content:
+        same_size = path.exists() and path.lstat().st_size == len(content)
+        if not same_size or read_regular(path) != content:
             write_atomically(path, content)
 
 

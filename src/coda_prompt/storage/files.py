@@ -19,6 +19,8 @@ from coda_prompt.errors import CorruptFile
 
 LOCK = ".lock"
 OWNER = f"{LOCK}.owner"
+MAX_NOTE_BYTES = 2**24
+"""Of the small JSON files in a model folder."""
 REPLACE_RETRIES = 40 if os.name == "nt" else 0
 """Two seconds on Windows, far more than a reader of one file needs."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.tmp")
@@ -85,9 +87,15 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | safely))
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file; as `open_regular`."""
+def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file; as `open_regular`.
+
+    Raises:
+        CorruptFile: It is something else, or larger than `max_bytes`.
+    """
     with open_regular(path) as file:
+        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+            raise CorruptFile(path, f"it has more than {max_bytes:,} bytes", "Remove it.")
         return file.read()
 
 
@@ -164,7 +172,8 @@ def exclusive_lock(
 
 def _read_pid(path: Path) -> str:
     try:
-        return read_regular(path)[:100].decode("utf-8", "replace")
+        with open_regular(path) as file:
+            return file.read(100).decode("utf-8", "replace")
     except OSError:
         return "?"
 
