@@ -100,3 +100,13 @@ def test_the_command_learns_constant_photographs(tmp_path: Path) -> None:
     assert "all images of 'black', 'white' are the same" in json.loads(done.stdout)["hints"][0]
     asked = coda("predict", "m", "images", "--json", cwd=tmp_path)
     assert [each["best"] for each in json.loads(asked.stdout)] == ["black"] * 6 + ["white"] * 6
+
+
+@pytest.mark.parametrize("name", offered())
+def test_the_model_of_every_method_can_be_loaded(name: str, backbone: str, tmp_path: Path) -> None:
+    classifier = classifier_of(name, backbone)
+    classifier.learn([BLACK] * 3 + [WHITE] * 3, ["black"] * 3 + ["white"] * 3)
+    classifier.save(tmp_path / "model")
+    loaded = ContinualClassifier.load(tmp_path / "model", backbone=backbone)
+    expected = classifier.predict_proba([BLACK])
+    np.testing.assert_allclose(loaded.predict_proba([BLACK]), expected, atol=1e-5)

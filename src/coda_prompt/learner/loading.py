@@ -27,7 +27,7 @@ MAX_NAME_SHOWN = 80
 """Characters of a file's name in a message."""
 MAX_OPTION = 2**31
 """Largest number among a model's options."""
-_RESERVED = TRAINING_FIELDS | {"device", "fabric", "backbone", "method"}
+_RESERVED = {"device", "fabric", "backbone", "method"}
 
 
 def training_options(description: Description, path: object) -> dict[str, Any]:
