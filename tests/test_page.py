@@ -750,7 +750,7 @@ def test_page_shows_that_the_service_is_gone_and_what_it_has_lost(
         page.wait_for_selector("#gone:not([hidden])")
         page.wait_for_selector("#teach:disabled")
         screenshot(page, "gone")
-        stack.enter_context(served(str(anew), "--port", port))
+        stack.enter_context(served(str(anew), "--backbone", str(photo_backbone), "--port", port))
         page.wait_for_selector("#gone", state="hidden")
         shows(page, "#lost", "does not know these classes any more: blue, green.")
         screenshot(page, "lost")

@@ -79,12 +79,16 @@ def serve(
         raise BadOption("coda serve", "token", problem)
     policy = AccessPolicy(token, LOOPBACK if local else None)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
-        parts: dict[str, Any] = {}
+        settings: dict[str, Any] = {"batching": batching, "device": device, "precision": precision}
         if model is not None:
-            parts = {"backbone": backbone, "method": method}
-        settings = {"batching": batching, "device": device, "precision": precision, **parts}
+            settings["method"] = method
         services = {
-            name: Service(folder, temporary=model is None, **settings)
+            name: Service(
+                folder,
+                temporary=model is None,
+                backbone=None if name == DRAWINGS and model is None else backbone,
+                **settings,
+            )
             for name, folder in folders.items()
         }
         url_host = f"[{host}]" if ":" in host else host
