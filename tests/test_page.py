@@ -835,7 +835,7 @@ def test_api_docs_are_shown(browser: Any, demo_url: str) -> None:
     page = browser.new_context().new_page()
     lines: list[str] = []
     page.on("console", lambda line: lines.append(line.text))
-    page.goto(f"{demo_url}/docs", timeout=TIMEOUT)
+    page.goto(f"{demo_url}docs", timeout=TIMEOUT)
     page.locator("#operations-default-predict_v1_predict_post").click(timeout=TIMEOUT)
     page.wait_for_selector(".execute, .try-out", timeout=TIMEOUT)
     page.context.close()
