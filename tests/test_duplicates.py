@@ -197,7 +197,7 @@ def test_the_same_files_are_recognised_after_another_lesson(tmp_path: Path) -> N
     first.learn(tmp_path / "one")
     first.learn(tmp_path / "more")
     second.learn(tmp_path / "one")
-    with pytest.raises(CannotEdit, match="6 images would count twice"):
+    with pytest.raises(CannotEdit, match="images would count twice"):
         ContinualClassifier.merge([first, second])
     joined = ContinualClassifier.merge([first, second], count_twice=True)
     assert sum(sum(task["images"].values()) for task in joined.tasks_) == 18

@@ -40,7 +40,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     printed = {}
-    for number, line in enumerate(block("sh", "coda learn").strip().splitlines()):
+    for number, line in enumerate(block("sh", "coda undo").strip().splitlines()):
         program, *arguments = shlex.split(line, comments=True)
         if program == "coda" and number > 1:  # the first one in the shell, like other programs
             finished = coda(*arguments, cwd=folder)

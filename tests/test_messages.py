@@ -106,7 +106,7 @@ def test_read_only_folders_are_named_and_no_temporary_file(
         return open_file(name, flags, *args, **more)  # type: ignore[arg-type]
 
     def checked_path_open(path: Path, mode: str = "r", *args: int, **more: int) -> object:
-        if "w" in mode and path.parent == model:
+        if set(mode) & set("wx") and path.parent == model:
             deny(path)
         return open_path(path, mode, *args, **more)  # type: ignore[call-overload]
 
@@ -127,7 +127,7 @@ def test_quiet_edits_print_nothing(folder: Path, tmp_path: Path) -> None:
         ("rename", "model", NAMES[0], "first"),
         ("undo", "model"),
         ("redo", "model"),
-        ("merge", "model", "other", "--out", "both"),
+        ("merge", "model", "other", "--out", "both", "--count-twice"),
         ("forget", "model", NAMES[1], "--yes"),
     ):
         edited = coda(*command, "--quiet", cwd=tmp_path)

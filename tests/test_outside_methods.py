@@ -237,7 +237,7 @@ def test_a_moved_file_is_still_the_same_method(model: Path, tmp_path: Path) -> N
 
 
 def test_a_model_without_its_file_says_how_to_name_it(model: Path) -> None:
-    with pytest.raises(BadOption, match=r"--method path/to/file\.py:Mine"):
+    with pytest.raises(BadOption, match=r"--method path/to/file\.py:CLASS"):
         ContinualClassifier.load(model)
     with pytest.raises(BadOption, match="was made with Mine"):
         ContinualClassifier.load(model, method="ncm")
@@ -288,7 +288,7 @@ def test_every_command_takes_the_file(method: str, tmp_path: Path, drawing_folde
     for verb in (("predict", "model", test), ("learn", "model", str(drawing_folders / "task-1"))):
         refused = coda(*verb, cwd=tmp_path)
         assert refused.returncode == 2
-        assert "--method path/to/file.py:Mine" in refused.stderr
+        assert "--method path/to/file.py:CLASS" in refused.stderr
     (tmp_path / "mine.py").write_text(MINE + "\n# changed")
     refused = coda("predict", "model", test, *named, cwd=tmp_path)
     assert refused.returncode == 2
@@ -391,5 +391,8 @@ def test_the_service_predicts_and_learns_with_the_method_of_a_file(
         assert job["state"] == "done", job
         answer = client.post("/v1/predict", files=files(images[:1])).json()
         assert answer["predictions"][0]["best"] == labels[0]
-    with pytest.raises(AssertionError, match=r"--method path/to/file\.py:Mine"), served(str(model)):
+    with (
+        pytest.raises(AssertionError, match=r"--method path/to/file\.py:CLASS"),
+        served(str(model)),
+    ):
         pass

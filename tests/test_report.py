@@ -286,9 +286,9 @@ def test_ablations_differ_from_coda_p_in_one_option() -> None:
 
 def test_operation_counts_of_the_paper_backbone() -> None:
     """Compare with ViT-B/16 at 224 px by hand; the last block computes only the class token."""
-    tokens, width, heads = 197, 768, 12
+    tokens, width = 197, 768
     block = tokens * (4 + 8) * width**2 + 2 * tokens**2 * width
-    last = (4 + 8) * width**2 + 2 * heads * tokens * width
+    last = (2 + 8) * width**2 + 2 * tokens * width**2 + 2 * tokens * width
     forward = 196 * 768 * width + 11 * block + last
     benchmark = load_benchmark("imagenet-r-10")
     counted = {

@@ -100,16 +100,19 @@ def bad_field(
     """
     # Unknown fields come first: a misspelled field is reported as missing as well.
     first = min(error.errors(), key=lambda each: each["type"] not in UNKNOWN_FIELD)
-    path = ".".join(str(part) for part in first["loc"])
+    parts = [str(part) for part in first["loc"]]
     if first["type"] in UNKNOWN_FIELD:
+        path = ".".join(parts)
         section, dot, _ = path.rpartition(".")
         fields = known.get(path.split(".")[0] if dot else "", known[""])
         return UnknownName(kind, path, [f"{section}{dot}{field}" for field in fields], owner)
+    while parts and not parts[-1].isidentifier():  # an element, or an alternative of a union
+        parts.pop()
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "greater_than_equal":
         least = first["ctx"]["ge"]
         problem = f"{first['input']} is " + (f"less than {least}" if least else "negative")
-    return BadOption(owner, path or whole, problem[:1].lower() + problem[1:])
+    return BadOption(owner, ".".join(parts) or whole, problem[:1].lower() + problem[1:])
 
 
 class WrongType(CodaError, TypeError):
