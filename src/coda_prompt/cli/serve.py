@@ -26,7 +26,6 @@ from coda_prompt.errors import BadOption, MissingExtra
 
 app = typer.Typer()
 
-MIN_TOKEN_LENGTH = 8
 DEMO_MODEL = "demo-model"
 PHOTO_BACKBONE = "photo"
 DRAWINGS, PHOTOGRAPHS = "drawings", "photographs"
@@ -66,18 +65,12 @@ def serve(
     # during a lesson. This takes effect because torch is not imported yet.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        from coda_prompt.serve.access import LOOPBACK, AccessPolicy
+        from coda_prompt.serve.access import AccessPolicy
         from coda_prompt.serve.server import Server
         from coda_prompt.serve.service import Service
     except ModuleNotFoundError as error:
         raise MissingExtra("coda serve", "serve") from error
-    local = host in LOOPBACK
-    if token is not None and len(token) < MIN_TOKEN_LENGTH:
-        raise BadOption("coda serve", "token", f"use at least {MIN_TOKEN_LENGTH} characters")
-    if not local and token is None:
-        problem = f"other machines can reach {host}; set CODA_TOKEN to a secret"
-        raise BadOption("coda serve", "token", problem)
-    policy = AccessPolicy(token, LOOPBACK if local else None)
+    policy = AccessPolicy.of(host, token)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
         settings: dict[str, Any] = {"batching": batching, "device": device, "precision": precision}
         if model is not None:

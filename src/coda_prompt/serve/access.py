@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coda_prompt.errors import BadOption
 from coda_prompt.serve.problems import request_error_response
 from coda_prompt.serve.uploads import (
     MAX_EDIT_BYTES,
@@ -39,6 +40,7 @@ UPLOADS = re.compile(r"(/models/[^/]+)?/v1/(predict|explain|preview|learn|relabe
 API_PATH = re.compile(r"(/models/[^/]+)?/(v1|metrics)")
 """Paths that need the token: the API of each model, but not the page."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MIN_TOKEN_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,21 @@ class AccessPolicy:
     """Bearer token for the API and /metrics; None: no token needed."""
     hosts: tuple[str, ...] | None = LOOPBACK
     """Accepted Host headers, against DNS rebinding; None: any."""
+
+    @classmethod
+    def of(cls, host: str, token: str | None) -> AccessPolicy:
+        """Return the policy of a service that listens on `host`.
+
+        Raises:
+            BadOption: The token is short, or missing where other machines can reach the service.
+        """
+        if token is not None and len(token) < MIN_TOKEN_LENGTH:
+            problem = f"use at least {MIN_TOKEN_LENGTH} characters"
+            raise BadOption("coda serve", "token", problem)
+        if host not in LOOPBACK and token is None:
+            problem = f"other machines can reach {host}; set CODA_TOKEN to a secret"
+            raise BadOption("coda serve", "token", problem)
+        return cls(token, LOOPBACK if host in LOOPBACK else None)
 
     def check(self, scope: Scope) -> None:
         """Raise RequestError if the policy does not allow the request."""
