@@ -22,8 +22,9 @@ MAX_HEADER_BYTES, MAX_HEADER_SHARE = 2**19, 8
 length."""
 MAX_CONTAINERS, MIN_CONTAINER_BYTES = 1000, 12
 """A header has at most so many lists and objects, and one more for each so many of its bytes."""
-MAX_AXES, MAX_AXIS = 8, 2**31
-"""Of a tensor. Those without elements may have axes of any length, and need no bytes in a file."""
+MAX_AXES, MAX_ELEMENTS = 8, 2**40
+"""Of a tensor. One without elements needs no bytes in a file, whatever its other axes; its strides
+are computed all the same, so an axis of length 0 counts as 1."""
 DESCRIPTION, SHA256 = "description", "sha256"
 _TYPES = {
     **{"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2)},
@@ -110,7 +111,7 @@ def _values(name: str, entry: Mapping[str, Any], body: memoryview) -> Values:
     sizes = (*shape, start, end)
     if len(shape) > MAX_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"the sizes of '{name}' are not numbers of elements")
-    if max(shape, default=0) > MAX_AXIS or end > len(body):
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS or end > len(body):
         raise ValueError(f"'{name}' is larger than its file")
     if math.prod(shape) * item_bytes != end - start:
         raise ValueError(f"'{name}' has not as many elements as bytes for them")
