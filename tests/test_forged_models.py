@@ -64,6 +64,7 @@ FORGED: dict[str, tuple[Change, dict[str, list[Any]] | None]] = {
     "path behind a name": (backbone(name="pocket=/dev/zero"), None),
     "hub": (backbone(name="vit-b16-in1k"), None),
     "axis": (lambda description: None, {"sums.frozen": [0, 2**40]}),
+    "strides": (lambda description: None, {"sums.frozen": [0, 2**31, 2**31, 2**31]}),
     "overflow": (lambda description: None, {"sums.frozen": [0, 2**63]}),
     "width": (fields(method="ranpac", options={"width": 20_000}), None),
     "length": (fields(method="coda-p", options={"length": 2**62}), None),
