@@ -1,7 +1,6 @@
 """Collect the finished runs of a benchmark in one file, to be committed before a machine is gone.
 
-    python tools/collect_results.py RUNS/cifar-100-10-photo docs/lab/results/cifar-100-10-photo.json \
-        --commit 472d993
+    python tools/collect_results.py runs/NAME docs/lab/results/NAME.json --commit 472d993
 
 Of each run: its configuration, the accuracy matrix and the other results, the environment, and the
 sha256 of its `result.json`. Runs that are in the file and no longer in the folder stay.
