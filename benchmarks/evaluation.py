@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from speed import show
 
-from coda_prompt import methods
-from coda_prompt.data.sources import ArraySplit, Source
-from coda_prompt.data.stream import make_stream
-from coda_prompt.methods.closedform import ClosedForm
-from coda_prompt.model.catalog import load_backbone
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.loading import Views
-from coda_prompt.training.settings import Result, Training
+from coda_prompt.images.sources import ArraySplit, Source
+from coda_prompt.research import methods
+from coda_prompt.research.methods.closedform import ClosedForm
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.loading import Views
+from coda_prompt.research.training.settings import Result, Training
+from coda_prompt.research.vit.catalog import load_backbone
 
 TASKS = 10
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 
 import coda_prompt
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.images import eval_view
-from coda_prompt.data.inputs import as_image
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.images.inputs import as_image
+from coda_prompt.images.preprocessing import eval_view
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 from coda_prompt.storage.files import write_atomically
 
 Array = NDArray[Any]
@@ -208,7 +208,8 @@ def photo(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def views(images: Array) -> Tensor:
         preprocessing = classifier.predictor.preprocessing
-        return torch.stack([eval_view(as_image(image), preprocessing, "crop") for image in images])
+        pixels = [eval_view(as_image(image), preprocessing, "crop") for image in images]
+        return torch.from_numpy(np.stack(pixels))
 
     with tempfile.TemporaryDirectory() as folder:
         runs = variants(module, views(train[held_out]), Path(folder), options.threads)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.console import stdout_console
-from coda_prompt.model import fast_cpu, half_blocks, linear, vit
+from coda_prompt.research.vit import fast_cpu, half_blocks, linear, vit
 from coda_prompt.storage.files import write_atomically
 
 BACKBONES = ("ViT-S/14, 112 px", "ViT-B/16")

@@ -42,25 +42,25 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from coda_prompt import methods
-from coda_prompt.bench.environment import PeakMemory
 from coda_prompt.console import stdout_console, table
-from coda_prompt.data.images import open_image
-from coda_prompt.data.sources import FileSplit
-from coda_prompt.data.stream import Samples
-from coda_prompt.methods import TaskBrief, TrainingBatch
-from coda_prompt.methods.coda import CodaPrompt, component_weights
-from coda_prompt.model.catalog import load_backbone
-from coda_prompt.model.linear import Linear
-from coda_prompt.model.vit import ViT, ViTConfig
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.images.reading import open_image
+from coda_prompt.images.sources import FileSplit
+from coda_prompt.research import methods
+from coda_prompt.research.bench.environment import PeakMemory
+from coda_prompt.research.methods import TaskBrief, TrainingBatch
+from coda_prompt.research.methods.coda import CodaPrompt, component_weights
+from coda_prompt.research.streams.stream import Samples
+from coda_prompt.research.training.cores import Cores, images_per_part, parts_of
+from coda_prompt.research.training.devices import Devices
+from coda_prompt.research.training.fast import fast_precision, fast_views
+from coda_prompt.research.training.gradients import Gradients
+from coda_prompt.research.training.loading import Batch, Epoch, Views, batches
+from coda_prompt.research.training.queries import Queries
+from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.linear import Linear
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 from coda_prompt.storage.files import write_atomically
-from coda_prompt.training.cores import Cores, images_per_part, parts_of
-from coda_prompt.training.devices import Devices
-from coda_prompt.training.fast import fast_precision, fast_views
-from coda_prompt.training.gradients import Gradients
-from coda_prompt.training.loading import Batch, Epoch, Views, batches
-from coda_prompt.training.queries import Queries
 
 VITS = {
     "ViT-B/16": ViTConfig(),

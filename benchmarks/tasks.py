@@ -25,7 +25,7 @@ from PIL import Image
 from speed import show
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.storage.files import write_atomically
 
 METHODS = ("ncm", "coda-p", "ranpac")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research.methods.coda import CodaPrompt
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 
 class TextbookViT(nn.Module):

@@ -26,15 +26,15 @@ from speed import VITS, batch_for, in_task, interleaved, machine, product_step, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.stream import Samples
 from coda_prompt.learner.network import POCKET_AUGMENTATION
-from coda_prompt.methods import TrainingBatch
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.model.catalog import load_backbone
-from coda_prompt.model.linear import Linear
+from coda_prompt.research.methods import TrainingBatch
+from coda_prompt.research.methods.coda import CodaPrompt
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.streams.stream import Samples
+from coda_prompt.research.training.loading import Epoch, Views, batches
+from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.linear import Linear
 from coda_prompt.storage.files import write_atomically
-from coda_prompt.training.loading import Epoch, Views, batches
 
 Step = Callable[[], object]
 

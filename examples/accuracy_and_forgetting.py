@@ -35,11 +35,11 @@ for axis, (method, result) in zip(axes, sorted(results.items()), strict=True):
     axis.set(title=method, xlabel="task tested", ylabel="after task")
 
 # %% [markdown]
-# Each column shows how the accuracy on one task falls as others are learned. `coda_prompt.metrics` implements the
+# Each column shows how the accuracy on one task falls as others are learned. `coda_prompt.research.bench.metrics` implements the
 # published definitions of accuracy and forgetting.
 
 # %%
-from coda_prompt import metrics
+from coda_prompt.research.bench import metrics
 
 for method, result in sorted(results.items()):
     matrix = np.array(result["matrix"], float)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.research.streams.pocket import pocket_source
 
 NAMES = pocket_source(0).class_names
 

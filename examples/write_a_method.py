@@ -18,8 +18,8 @@ work = Path(tempfile.mkdtemp())
 import torch
 from torch.nn import functional as F
 
-from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.closedform import ClosedForm
+from coda_prompt.research.methods.bank import Bank
+from coda_prompt.research.methods.closedform import ClosedForm
 
 
 class NearestMedian(ClosedForm):

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from small import coda, comparable, micro, tiny_vit
 from torch import Tensor
 
-from coda_prompt.model.catalog import write_weights
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.research.vit.catalog import write_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 

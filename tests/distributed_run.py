@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from small import AUGMENTED_VIEWS, patterns, tiny_vit
 from torch import Tensor
 
-from coda_prompt import methods
-from coda_prompt.data.stream import make_stream
-from coda_prompt.methods import METHODS
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Event, Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import METHODS
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Event, Training
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "coda-p": {"components": 7, "tasks": 2, "preset": "paper"},

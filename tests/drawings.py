@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.research.streams.pocket import pocket_source
 
 SOURCE = pocket_source()
 NAMES = SOURCE.class_names

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from coda_prompt.model.vit import Prefix, ViT, ViTConfig
+from coda_prompt.research.vit.vit import Prefix, ViT, ViTConfig
 
 NaivePrefixes = Mapping[int, Prefix | Callable[[Tensor], Prefix]]
 """Keys and values of blocks, or a function of the class token that enters the block."""

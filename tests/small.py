@@ -18,14 +18,14 @@ from forked import Forked
 from numpy.typing import ArrayLike, NDArray
 from safetensors.torch import load_file, save_file
 
-from coda_prompt import methods
-from coda_prompt.bench.runs import RESULT
-from coda_prompt.data.sources import ArraySplit, Integers, Source
 from coda_prompt.errors import Interrupted
-from coda_prompt.methods import Method, TaskBrief
-from coda_prompt.model.vit import ViT, ViTConfig
-from coda_prompt.preprocessing import Preprocessing
-from coda_prompt.training.loading import Views
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.images.sources import ArraySplit, Integers, Source
+from coda_prompt.research import methods
+from coda_prompt.research.bench.runs import RESULT
+from coda_prompt.research.methods import Method, TaskBrief
+from coda_prompt.research.training.loading import Views
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 Outcome = TypeVar("Outcome")
 ROOT = Path(__file__).parents[1]

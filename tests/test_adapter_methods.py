@@ -24,12 +24,12 @@ from tasks import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.methods import TrainingBatch
-from coda_prompt.methods.adapters import AdapterMethod
-from coda_prompt.methods.aper import APER
-from coda_prompt.methods.ease import EASE
-from coda_prompt.methods.tuna import TUNA
+from coda_prompt.research import methods
+from coda_prompt.research.methods import TrainingBatch
+from coda_prompt.research.methods.adapters import AdapterMethod
+from coda_prompt.research.methods.aper import APER
+from coda_prompt.research.methods.ease import EASE
+from coda_prompt.research.methods.tuna import TUNA
 
 Set = list[Tensor]
 

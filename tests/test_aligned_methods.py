@@ -23,13 +23,13 @@ from tasks import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.methods import Method, TrainingBatch
-from coda_prompt.methods.gaussians import Gaussians
-from coda_prompt.methods.hide import HiDePrompt
-from coda_prompt.methods.slca import SLCA
-from coda_prompt.methods.stages import Stage
-from coda_prompt.methods.vqprompt import VQPrompt
+from coda_prompt.research import methods
+from coda_prompt.research.methods import Method, TrainingBatch
+from coda_prompt.research.methods.gaussians import Gaussians
+from coda_prompt.research.methods.hide import HiDePrompt
+from coda_prompt.research.methods.slca import SLCA
+from coda_prompt.research.methods.stages import Stage
+from coda_prompt.research.methods.vqprompt import VQPrompt
 
 ALIGNED = ["slca", "tuna", "vq-prompt", "hide-prompt"]
 

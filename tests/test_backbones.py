@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from small import TINY, coda, tiny_vit
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.kinds import is_drawing
-from coda_prompt.data.pocket import pocket_source
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
+from coda_prompt.images.kinds import is_drawing
+from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.learner import store
 from coda_prompt.learner.versions import History
-from coda_prompt.model.catalog import CATALOG, load_backbone, write_weights
-from coda_prompt.model.vit import ViT
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.vit.catalog import CATALOG, load_backbone, write_weights
+from coda_prompt.research.vit.vit import ViT
 
 PLAIN = pocket_source(0.0)
 

@@ -9,13 +9,13 @@ import torch
 from small import PLAIN_VIEWS, patterns, tiny_vit
 from torch import Tensor
 
-from coda_prompt import methods
-from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, CodaError, CorruptFile
-from coda_prompt.methods.bank import Bank
+from coda_prompt.research import methods
+from coda_prompt.research.methods.bank import Bank
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Training
 from coda_prompt.storage.files import write_atomically
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Training
 
 
 def test_open_rows_train_and_freeze_when_closed() -> None:
@@ -68,7 +68,7 @@ def test_rows_that_start_as_older_ones_are_copies() -> None:
 
 
 INCOMPLETE = """
-from coda_prompt.methods import Method, PromptMethod
+from coda_prompt.research.methods import Method, PromptMethod
 
 class Mine({base}):
     {member}
@@ -94,7 +94,7 @@ def test_a_method_that_lacks_a_member_gets_one_message(
 
 def test_a_method_from_a_file_has_the_hash_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("from coda_prompt.methods.l2p import L2P as Mine\n")
+    path.write_text("from coda_prompt.research.methods.l2p import L2P as Mine\n")
     entry = methods.find(f"{path}:Mine")
     assert entry.type is methods.METHODS["l2p++"].type
     assert entry.sha256 is not None

@@ -19,13 +19,13 @@ from PIL import Image
 from rich.console import Console
 from small import coda, started_coda
 
-from coda_prompt.bench import report
-from coda_prompt.bench.config import load_benchmark, shipped
-from coda_prompt.bench.progress import BenchProgress
-from coda_prompt.bench.runs import Point, Run, runs_of
 from coda_prompt.errors import BadOption, CodaError, MissingData, RunConfigChanged, UnknownName
-from coda_prompt.methods import METHODS
-from coda_prompt.training.settings import Event
+from coda_prompt.research.bench import report
+from coda_prompt.research.bench.config import load_benchmark, shipped
+from coda_prompt.research.bench.progress import BenchProgress
+from coda_prompt.research.bench.runs import Point, Run, runs_of
+from coda_prompt.research.methods import METHODS
+from coda_prompt.research.training.settings import Event
 
 
 def test_json_output_has_one_row_per_method_only(tiny_runs: tuple[Path, dict[str, Any]]) -> None:

@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.bench.config import load_benchmark
 from coda_prompt.cli import app
 from coda_prompt.errors import BadOption
-from coda_prompt.model.fast_cpu import AttentionInFloat32
-from coda_prompt.training import bfloat16
-from coda_prompt.training.bfloat16 import KNOWN, bfloat16_products
-from coda_prompt.training.devices import Devices
-from coda_prompt.training.fast import fast_precision, fast_views
-from coda_prompt.training.local import find_device
+from coda_prompt.research.bench.config import load_benchmark
+from coda_prompt.research.training import bfloat16
+from coda_prompt.research.training.bfloat16 import KNOWN, bfloat16_products
+from coda_prompt.research.training.devices import Devices
+from coda_prompt.research.training.fast import fast_precision, fast_views
+from coda_prompt.research.training.local import find_device
+from coda_prompt.research.vit.fast_cpu import AttentionInFloat32
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_bfloat16_is_used_where_the_device_has_it(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     answer = "faster" if cpu else "slower"
-    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: answer)
+    monkeypatch.setattr("coda_prompt.research.training.fast.bfloat16_products", lambda: answer)
     assert fast_precision(device) == expected
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from small import AUGMENTED_VIEWS, interrupted_repeatedly, patterns, quick_options, tiny_vit
 
-from coda_prompt import methods
-from coda_prompt.data.stream import Stream, make_stream
-from coda_prompt.methods import Method
-from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Event, Result, Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import Method
+from coda_prompt.research.streams.stream import Stream, make_stream
+from coda_prompt.research.training.checkpointing import Checkpointer
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Event, Result, Training
 
 STREAMS: dict[str, dict[str, Any]] = {
     "online": {"tasks": 2, "chunk": 10},

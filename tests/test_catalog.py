@@ -24,7 +24,8 @@ from small import coda
 from torch import Tensor
 
 from coda_prompt import errors
-from coda_prompt.model.catalog import (
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.research.vit.catalog import (
     CATALOG,
     LoadedBackbone,
     convert_checkpoint,
@@ -33,9 +34,8 @@ from coda_prompt.model.catalog import (
     read_weights,
     write_weights,
 )
-from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
-from coda_prompt.model.weights import expected_layout
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.research.vit.vit import ViT, ViTConfig, resize_positions
+from coda_prompt.research.vit.weights import expected_layout
 
 TIMM = Path(__file__).parent / "fixtures" / "timm"
 
@@ -223,7 +223,9 @@ def test_unknown_name_suggests_the_nearest_name(tmp_path: Path) -> None:
 
 
 def test_importing_the_catalog_does_not_import_huggingface_hub() -> None:
-    check = "import sys, coda_prompt.model.catalog; sys.exit('huggingface_hub' in sys.modules)"
+    check = (
+        "import sys, coda_prompt.research.vit.catalog; sys.exit('huggingface_hub' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
@@ -941,6 +943,6 @@ def test_backbone_loads_with_a_warning_if_the_pins_file_cannot_be_written(
     def read_only(*_: object) -> None:
         raise PermissionError("read-only file system")
 
-    monkeypatch.setattr("coda_prompt.model.download.write_atomically", read_only)
+    monkeypatch.setattr("coda_prompt.encoder.download.write_atomically", read_only)
     assert use(hub, tmp_path).revision == FIRST
     assert "is not pinned" in caplog.text

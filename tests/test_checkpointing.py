@@ -35,14 +35,14 @@ from small import (
     tiny_vit,
 )
 
-from coda_prompt import methods
-from coda_prompt.bench.runs import CHECKPOINTS
-from coda_prompt.data.stream import Stream, make_stream
 from coda_prompt.errors import CorruptFile, Interrupted
-from coda_prompt.methods import METHODS, Method
-from coda_prompt.training.checkpointing import Checkpointer, TrainingPosition
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Event, Result, Training
+from coda_prompt.research import methods
+from coda_prompt.research.bench.runs import CHECKPOINTS
+from coda_prompt.research.methods import METHODS, Method
+from coda_prompt.research.streams.stream import Stream, make_stream
+from coda_prompt.research.training.checkpointing import Checkpointer, TrainingPosition
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Event, Result, Training
 
 OPTIONS: dict[str, dict[str, Any]] = {"er-5000": {"buffer": 8}, "ranpac": {"width": 40}}
 TRAINING: dict[str, Any] = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3}

@@ -11,15 +11,15 @@ from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.methods.frozen_cache import FrozenCache
-from coda_prompt.methods.orthogonal import orthonormal_rows
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.loading import batches
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods.coda import CodaPrompt
+from coda_prompt.research.methods.frozen_cache import FrozenCache
+from coda_prompt.research.methods.orthogonal import orthonormal_rows
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.loading import batches
+from coda_prompt.research.training.settings import Training
 
 
 def coda(**options: Any) -> CodaPrompt:

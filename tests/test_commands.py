@@ -20,7 +20,6 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from coda_prompt import ContinualClassifier, __version__, cli, shutdown
-from coda_prompt.bench.config import shipped
 from coda_prompt.cli.completion import (
     complete_backbone,
     complete_class,
@@ -30,11 +29,12 @@ from coda_prompt.cli.completion import (
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData
 from coda_prompt.learner import feedback, store
 from coda_prompt.learner.feedback import LearnerProgress
-from coda_prompt.methods import METHODS
-from coda_prompt.model import catalog
-from coda_prompt.model.catalog import CATALOG
-from coda_prompt.training.fast import fast_precision
-from coda_prompt.training.settings import Event
+from coda_prompt.research.bench.config import shipped
+from coda_prompt.research.methods import METHODS
+from coda_prompt.research.training.fast import fast_precision
+from coda_prompt.research.training.settings import Event
+from coda_prompt.research.vit import catalog
+from coda_prompt.research.vit.catalog import CATALOG
 
 
 @pytest.fixture(scope="module")

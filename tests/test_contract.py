@@ -14,12 +14,12 @@ from small import PLAIN_VIEWS, patterns, quick_method, reloaded, tiny_vit
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from coda_prompt.data.stream import Samples, Task, make_stream
-from coda_prompt.methods import METHODS, Method, PromptMethod
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.methods.coda_ranpac import CodaRanPAC
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Result, Training
+from coda_prompt.research.methods import METHODS, Method, PromptMethod
+from coda_prompt.research.methods.coda import CodaPrompt
+from coda_prompt.research.methods.coda_ranpac import CodaRanPAC
+from coda_prompt.research.streams.stream import Samples, Task, make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Result, Training
 
 EVERY = sorted(METHODS)
 PROMPTED = [name for name in EVERY if issubclass(METHODS[name].type, PromptMethod | CodaRanPAC)]

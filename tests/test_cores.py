@@ -28,18 +28,18 @@ from test_distributed import check, one_process
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, Interrupted, NonFiniteLoss
-from coda_prompt.methods import METHODS, Loss, Method, TrainingBatch
-from coda_prompt.methods.coda import CodaConfig, CodaPrompt
-from coda_prompt.methods.stages import ParameterGroup, Stage
-from coda_prompt.model.vit import ViTConfig
-from coda_prompt.training import cores, gradients, passes
-from coda_prompt.training.cores import Cores, images_per_part, parts_of
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.passes import Passes
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import METHODS, Loss, Method, TrainingBatch
+from coda_prompt.research.methods.coda import CodaConfig, CodaPrompt
+from coda_prompt.research.methods.stages import ParameterGroup, Stage
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training import cores, gradients, passes
+from coda_prompt.research.training.cores import Cores, images_per_part, parts_of
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.passes import Passes
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.vit import ViTConfig
 
 PHOTO = ViTConfig(image_size=112, patch_size=14, width=384)
 IN_PARTS = [

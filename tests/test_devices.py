@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 from small import CODA, comparable
 from torch.testing import assert_close
 
-from coda_prompt.bench.launcher import RunOptions
 from coda_prompt.errors import BadOption
-from coda_prompt.training.devices import Devices
+from coda_prompt.research.bench.launcher import RunOptions
+from coda_prompt.research.training.devices import Devices
 
 # -- one training on two processes
 
@@ -151,10 +151,10 @@ def on_two_ranks(*lines: str) -> str:
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from small import AUGMENTED_VIEWS, brief, patterns, tiny_vit\n"
         "from torch import distributed\n"
-        "from coda_prompt import methods\n"
-        "from coda_prompt.data.stream import make_stream\n"
-        "from coda_prompt.training.devices import Devices\n"
-        "from coda_prompt.training.engine import Engine\n"
+        "from coda_prompt.research import methods\n"
+        "from coda_prompt.research.streams.stream import make_stream\n"
+        "from coda_prompt.research.training.devices import Devices\n"
+        "from coda_prompt.research.training.engine import Engine\n"
         "with Devices('cpu').connected() as fabric:\n"
         "    method = methods.make('coda-p', tiny_vit())\n"
         "    engine = Engine(AUGMENTED_VIEWS, fabric=fabric)\n"

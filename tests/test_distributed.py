@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt.methods import METHODS
+from coda_prompt.research.methods import METHODS
 
 NAMES = [
     "coda-p",

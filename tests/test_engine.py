@@ -27,9 +27,6 @@ from small import (
 )
 from torch import Tensor
 
-from coda_prompt import methods
-from coda_prompt.data.resolve import MemorySplit
-from coda_prompt.data.stream import Samples, Stream, Task, make_stream
 from coda_prompt.errors import (
     BadImage,
     BadOption,
@@ -42,18 +39,21 @@ from coda_prompt.errors import (
     UnfinishedTask,
     UnknownName,
 )
-from coda_prompt.methods import Loss, Method, TrainingBatch
-from coda_prompt.methods.base import cosines
-from coda_prompt.methods.coda import component_weights
-from coda_prompt.methods.options import make_config
-from coda_prompt.methods.sums import TaskSums
-from coda_prompt.model.vit import Images, StartedPass
-from coda_prompt.preprocessing import Preprocessing
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.loading import Views
-from coda_prompt.training.queries import QueryTable
-from coda_prompt.training.schedule import learning_rate
-from coda_prompt.training.settings import Event, Training
+from coda_prompt.images.labelled import MemorySplit
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.research import methods
+from coda_prompt.research.methods import Loss, Method, TrainingBatch
+from coda_prompt.research.methods.base import cosines
+from coda_prompt.research.methods.coda import component_weights
+from coda_prompt.research.methods.options import make_config
+from coda_prompt.research.methods.sums import TaskSums
+from coda_prompt.research.streams.stream import Samples, Stream, Task, make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.loading import Views
+from coda_prompt.research.training.queries import QueryTable
+from coda_prompt.research.training.schedule import learning_rate
+from coda_prompt.research.training.settings import Event, Training
+from coda_prompt.research.vit.vit import Images, StartedPass
 
 
 def test_the_schedule_is_the_papers_cosine() -> None:
@@ -683,7 +683,7 @@ def test_a_task_that_cannot_begin_leaves_no_trace(
                 raise MemoryError
             return parameter(*arguments)
 
-        monkeypatch.setattr("coda_prompt.methods.bank.nn.Parameter", scarce)
+        monkeypatch.setattr("coda_prompt.research.methods.bank.nn.Parameter", scarce)
         try:
             engine.learn(method, second, past=[first])
         except MemoryError:

@@ -14,8 +14,8 @@ from PIL import Image
 from small import coda
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.resolve import labelled
 from coda_prompt.errors import BadOption
+from coda_prompt.images.labelled import labelled
 from coda_prompt.learner import calibration
 from coda_prompt.learner.card import share_of
 from coda_prompt.learner.checks import CHECKS, add_check, read_checks

@@ -10,14 +10,14 @@ from small import brief
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.data.groups import class_order
-from coda_prompt.methods import Method, TrainingBatch
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.methods.dualprompt import DualPrompt
-from coda_prompt.metrics import forgetting_paper
-from coda_prompt.model.vit import ViT, ViTConfig
-from coda_prompt.training.schedule import learning_rate
+from coda_prompt.research import methods
+from coda_prompt.research.bench.metrics import forgetting_paper
+from coda_prompt.research.methods import Method, TrainingBatch
+from coda_prompt.research.methods.coda import CodaPrompt
+from coda_prompt.research.methods.dualprompt import DualPrompt
+from coda_prompt.research.streams.groups import class_order
+from coda_prompt.research.training.schedule import learning_rate
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 Tensors = dict[str, Tensor]

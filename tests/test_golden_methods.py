@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.methods import TrainingBatch
-from coda_prompt.methods.adapters import AdapterMethod
-from coda_prompt.methods.ease import EASE
-from coda_prompt.methods.gaussians import Gaussians
-from coda_prompt.methods.hide import HiDePrompt
-from coda_prompt.methods.inflora import directions_to_protect
-from coda_prompt.methods.slca import SLCA
-from coda_prompt.methods.tuna import TUNA
-from coda_prompt.methods.vqprompt import VQPrompt
-from coda_prompt.model.vit import Attention, ViT, ViTConfig
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.schedule import learning_rate
+from coda_prompt.research import methods
+from coda_prompt.research.methods import TrainingBatch
+from coda_prompt.research.methods.adapters import AdapterMethod
+from coda_prompt.research.methods.ease import EASE
+from coda_prompt.research.methods.gaussians import Gaussians
+from coda_prompt.research.methods.hide import HiDePrompt
+from coda_prompt.research.methods.inflora import directions_to_protect
+from coda_prompt.research.methods.slca import SLCA
+from coda_prompt.research.methods.tuna import TUNA
+from coda_prompt.research.methods.vqprompt import VQPrompt
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.schedule import learning_rate
+from coda_prompt.research.vit.vit import Attention, ViT, ViTConfig
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 KINDS = ("down", "down_bias", "up", "up_bias")

@@ -10,9 +10,9 @@ from small import TINY
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt.model import fast_cpu
-from coda_prompt.model.half_blocks import FrozenAttention, FrozenMLP
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research.vit import fast_cpu
+from coda_prompt.research.vit.half_blocks import FrozenAttention, FrozenMLP
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 pytestmark = pytest.mark.skipif(fast_cpu._PRODUCT is None, reason="torch without oneDNN")
 SCALED = replace(TINY, layer_scale=True)
@@ -36,7 +36,7 @@ def inputs(rows: int = 2, batch: int = IMAGES) -> tuple[Tensor, ...]:
 
 
 def recorded_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coda_prompt.model.vit.frozen_layers", lambda *_: None)
+    monkeypatch.setattr("coda_prompt.research.vit.vit.frozen_layers", lambda *_: None)
 
 
 def gradients(vit: ViT, tokens: Tensor, *prefix: Tensor) -> list[Tensor]:

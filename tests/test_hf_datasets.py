@@ -19,13 +19,13 @@ import pytest
 from forked import Forked
 from PIL import Image
 
-from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.inputs import load_source
-from coda_prompt.data.hf_datasets import HubSplit, hub_source, open_hub_split
-from coda_prompt.data.inputs import image_items
-from coda_prompt.data.resolve import labelled
-from coda_prompt.data.sources import Source
 from coda_prompt.errors import BadImage, MissingData, MissingExtra, WrongType
+from coda_prompt.images.hf_datasets import HubSplit, hub_source, open_hub_split
+from coda_prompt.images.inputs import image_items
+from coda_prompt.images.labelled import labelled
+from coda_prompt.images.sources import Source
+from coda_prompt.research.bench.config import load_benchmark
+from coda_prompt.research.bench.inputs import load_source
 
 SIZES = {"train": 7, "test": 3}
 
@@ -321,8 +321,8 @@ def endpoint(dataset: Path) -> Iterator[str]:
 
 SCRIPT = """
 import sys
-from coda_prompt.bench.inputs import load_source
-from coda_prompt.bench.config import load_benchmark
+from coda_prompt.research.bench.inputs import load_source
+from coda_prompt.research.bench.config import load_benchmark
 found = load_source(load_benchmark("pocket", [f"source={sys.argv[1]}", "classes=2"]))
 for split in (found.train, found.test):
     print(split.labels.tolist(), *(int(split.image(n).getpixel((0, 0))) for n in range(len(split))))

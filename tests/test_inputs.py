@@ -14,16 +14,16 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data import images as image_files
-from coda_prompt.data.images import FULL_SIZE, open_image
-from coda_prompt.data.inputs import as_image, image_items, image_paths
-from coda_prompt.data.resolve import labelled
 from coda_prompt.errors import (
     BadImages,
     BadOption,
     CodaWarning,
     WrongType,
 )
+from coda_prompt.images import reading as image_files
+from coda_prompt.images.inputs import as_image, image_items, image_paths
+from coda_prompt.images.labelled import labelled
+from coda_prompt.images.reading import FULL_SIZE, open_image
 
 COLOURS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 

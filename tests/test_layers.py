@@ -1,4 +1,4 @@
-"""Imports point one way (storage <- model, data <- methods <- ... <- cli) and run on any system."""
+"""Imports point one way (storage <- images <- ... <- cli) and run on any system."""
 
 from __future__ import annotations
 
@@ -6,33 +6,41 @@ import ast
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import coda_prompt
-from coda_prompt.data.folders import folder_source
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.sources import Split
+from coda_prompt.images.folders import folder_source
+from coda_prompt.images.sources import Split
+from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.storage import files
 
 ROOT = Path(coda_prompt.__file__).parent
 LAYERS = [
-    {"errors", "metrics", "preprocessing", "seeding", "storage", "console", "shutdown"},
-    {"model", "data"},
-    {"methods"},
-    {"training"},
+    {"errors", "seeding", "storage", "console", "shutdown"},
+    {"images"},
+    {"encoder"},
+    {"research.seeding", "research.vit", "research.streams"},
+    {"research.methods"},
+    {"research.training"},
     {"learner"},
-    {"bench", "serve"},
+    {"research.bench", "serve"},
     {"cli"},
     {"__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 
-def package_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def package_of(parts: Sequence[str]) -> str:
+    """Return the package of a module from the parts of its name."""
+    return ".".join(parts[:2] if parts[0] == "research" else parts[:1])
+
+
+def package_of_file(path: Path) -> str:
+    return package_of(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -46,17 +54,25 @@ def imported_packages(path: Path) -> set[str]:
         else:
             continue
         ours = [name.split(".") for name in names if name.split(".")[0] == "coda_prompt"]
-        packages |= {parts[1] for parts in ours if len(parts) > 1 and not parts[1].startswith("__")}
+        packages |= {
+            package_of(parts[1:])
+            for parts in ours
+            if len(parts) > 1 and not parts[1].startswith("__")
+        }
     return packages
 
 
 def imports() -> list[tuple[str, str]]:
     files = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
-    return [(package_of(path), target) for path in files for target in imported_packages(path)]
+    return [(package_of_file(path), target) for path in files for target in imported_packages(path)]
 
 
 def test_every_package_has_a_layer() -> None:
-    packages = {package_of(path) for path in ROOT.rglob("*.py")} - {"__init__", "assets"}
+    packages = {package_of_file(path) for path in ROOT.rglob("*.py")} - {
+        "__init__",
+        "assets",
+        "research.__init__",
+    }
     assert packages <= LEVEL.keys()
 
 

@@ -12,9 +12,9 @@ from drawings import NAMES, assert_same, drawings, taught, tensors
 from PIL import Image
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.inputs import image_paths
-from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.errors import BadOption, NotLearned
+from coda_prompt.images.inputs import image_paths
+from coda_prompt.images.labelled import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice
 from coda_prompt.learner.calibration import expected_calibration_error
 from coda_prompt.learner.lesson import make_task

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from coda_prompt.model import fast_cpu
-from coda_prompt.model.linear import Linear
+from coda_prompt.research.vit import fast_cpu
+from coda_prompt.research.vit.linear import Linear
 
 pytestmark = pytest.mark.skipif(fast_cpu._PRODUCT is None, reason="torch without oneDNN")
 

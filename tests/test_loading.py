@@ -9,9 +9,9 @@ import pytest
 import torch
 from small import PLAIN_VIEWS, patterns
 
-from coda_prompt.data.stream import Samples, make_stream
 from coda_prompt.errors import BadImage
-from coda_prompt.training.loading import batches
+from coda_prompt.research.streams.stream import Samples, make_stream
+from coda_prompt.research.training.loading import batches
 
 ORDER = [[0, 1], [2], [3, 4]]
 

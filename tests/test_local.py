@@ -15,22 +15,23 @@ import torch
 from lightning_fabric import Fabric
 from small import PLAIN_VIEWS, tiny_vit
 
-from coda_prompt import ContinualClassifier, methods
+from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadOption
-from coda_prompt.model.catalog import load_backbone
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research import methods
+from coda_prompt.research.training.devices import Devices
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.local import LocalDevice, PredictionPrecision, find_device
+from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 from coda_prompt.serve.learning import Teacher
 from coda_prompt.serve.service import Service
-from coda_prompt.training.devices import Devices
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.local import LocalDevice, PredictionPrecision, find_device
 
 
 def test_a_prediction_imports_neither_fabric_nor_the_engine() -> None:
     check = (
         "import sys, coda_prompt.cli.predict, coda_prompt.learner.saving, "
         "coda_prompt.learner.feedback, coda_prompt.learner.classifier; "
-        "slow = {'lightning_fabric', 'torch._dynamo', 'coda_prompt.training.engine'}; "
+        "slow = {'lightning_fabric', 'torch._dynamo', 'coda_prompt.research.training.engine'}; "
         "sys.exit(str(slow & sys.modules.keys()) if slow & sys.modules.keys() else 0)"
     )
     finished = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
@@ -71,7 +72,7 @@ def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     answer = "faster" if supported else "slower"
-    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: answer)
+    monkeypatch.setattr("coda_prompt.research.training.fast.bfloat16_products", lambda: answer)
     device = find_device("auto", precision)
     assert isinstance(device, LocalDevice)
     for backbone in ("photo", "pocket"):
@@ -85,7 +86,7 @@ def test_predictions_of_wide_backbones_use_bfloat16_where_it_is_faster(
 def test_classifiers_predict_in_the_fastest_precision_and_learn_in_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: "faster")
+    monkeypatch.setattr("coda_prompt.research.training.fast.bfloat16_products", lambda: "faster")
     images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), np.uint8)
     classifier = ContinualClassifier("photo", device="cpu", verbose=False)
     classifier.learn(list(images), list("abab"), validation=0)
@@ -110,7 +111,7 @@ def test_classifiers_predict_in_the_fastest_precision_and_learn_in_float32(
 def test_the_service_and_its_learning_process_predict_in_the_same_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: "faster")
+    monkeypatch.setattr("coda_prompt.research.training.fast.bfloat16_products", lambda: "faster")
     ContinualClassifier("photo", device="cpu").save(tmp_path)
     for asked, used in ((None, "bf16-mixed"), ("32-true", "32-true")):
         service = Service(tmp_path, batching=True, device="cpu", precision=asked)
@@ -120,7 +121,7 @@ def test_the_service_and_its_learning_process_predict_in_the_same_precision(
 
 
 def test_a_backbone_in_float64_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coda_prompt.training.fast.bfloat16_products", lambda: "faster")
+    monkeypatch.setattr("coda_prompt.research.training.fast.bfloat16_products", lambda: "faster")
     vit = ViT(ViTConfig(width=256, heads=4, mlp_width=64, depth=1))
     device = LocalDevice(torch.device("cpu"))
     assert device.for_backbone(vit).precision == "bf16-mixed"

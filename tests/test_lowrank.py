@@ -13,16 +13,16 @@ from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadOption
-from coda_prompt.methods import TrainingBatch
-from coda_prompt.methods.inflora import InfLoRA, directions_to_protect
-from coda_prompt.methods.lowrank import LowRankMethod
-from coda_prompt.methods.sdlora import SMOOTHING, SDLoRA
-from coda_prompt.model.vit import ViT, ViTConfig
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import TrainingBatch
+from coda_prompt.research.methods.inflora import InfLoRA, directions_to_protect
+from coda_prompt.research.methods.lowrank import LowRankMethod
+from coda_prompt.research.methods.sdlora import SMOOTHING, SDLoRA
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 VIT = ViTConfig(image_size=8, patch_size=4, width=16, depth=3, heads=2, mlp_width=24)

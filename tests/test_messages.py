@@ -16,7 +16,7 @@ from coda_prompt import ContinualClassifier, cli
 from coda_prompt.errors import CodaError, MissingData, NotLearned, UnknownName
 from coda_prompt.learner import feedback
 from coda_prompt.learner.feedback import LearnerProgress
-from coda_prompt.training.settings import Event
+from coda_prompt.research.training.settings import Event
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ import pytest
 import torch
 from small import PAPER_METHODS, PLAIN_VIEWS, brief, patterns, tiny_vit
 
-from coda_prompt import methods
-from coda_prompt.data.stream import Task, make_stream
 from coda_prompt.errors import (
     BadMethod,
     BadOption,
@@ -21,12 +19,14 @@ from coda_prompt.errors import (
     UnfinishedTask,
     UnknownName,
 )
-from coda_prompt.methods import TrainingBatch
-from coda_prompt.methods.head import Head
-from coda_prompt.methods.shrinkage import shrink_covariance
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.loading import batches
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import TrainingBatch
+from coda_prompt.research.methods.head import Head
+from coda_prompt.research.methods.shrinkage import shrink_covariance
+from coda_prompt.research.streams.stream import Task, make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.loading import batches
+from coda_prompt.research.training.settings import Training
 
 OTHERS = {
     *("ncm", "ranpac", "slda", "coda-p-ranpac", "sd-lora", "inflora", "os-prompt", "loranpac"),
@@ -46,10 +46,10 @@ def test_every_name_of_a_registered_class_is_registered() -> None:
 
 def test_looking_up_a_method_imports_no_other() -> None:
     program = (
-        "import sys\nfrom coda_prompt import methods\n"
+        "import sys\nfrom coda_prompt.research import methods\n"
         "assert 'ease' in methods.METHODS\nmethods.find('ranpac')\n"
         "print([name for name in ('closedform', 'coda', 'ease') "
-        "if f'coda_prompt.methods.{name}' in sys.modules])"
+        "if f'coda_prompt.research.methods.{name}' in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.stdout == "['closedform']\n", run.stderr
@@ -121,7 +121,7 @@ def test_general_and_expert_prompts_cannot_share_a_block() -> None:
 
 
 MINE = '''
-from coda_prompt.methods.l2p import L2P
+from coda_prompt.research.methods.l2p import L2P
 
 class Mine(L2P):
     """L2P++ with twice the key loss."""
@@ -135,7 +135,7 @@ WITH_OPTIONS = '''
 from __future__ import annotations
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from coda_prompt.methods.l2p import L2P, L2PConfig
+from coda_prompt.research.methods.l2p import L2P, L2PConfig
 
 @dataclass(frozen=True)
 class MineConfig(L2PConfig):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from coda_prompt import metrics
+from coda_prompt.research.bench import metrics
 
 NAN = math.nan
 R = [[0.9, NAN, NAN], [0.6, 0.8, NAN], [0.7, 0.5, 1.0]]

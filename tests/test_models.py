@@ -24,8 +24,6 @@ from torch.nn import functional as F
 
 import coda_prompt
 from coda_prompt import ContinualClassifier
-from coda_prompt.data import resolve
-from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
 from coda_prompt.errors import (
     BadOption,
     CodaError,
@@ -36,9 +34,12 @@ from coda_prompt.errors import (
     NothingToUndo,
     UnfinishedLesson,
 )
+from coda_prompt.images import labelled as labelled_images
+from coda_prompt.images.labelled import Labelled, MemorySplit, labelled
+from coda_prompt.images.preprocessing import eval_view
 from coda_prompt.learner import store
+from coda_prompt.research.training.settings import Event
 from coda_prompt.storage.tensors import read_tensors, write_tensors
-from coda_prompt.training.settings import Event
 
 
 def test_saved_model_round_trips(tmp_path: Path) -> None:
@@ -186,9 +187,8 @@ def test_sums_of_many_images_are_exact() -> None:
 
 
 def _view(classifier: ContinualClassifier, image: Any) -> torch.Tensor:
-    from coda_prompt.data.images import eval_view
-
-    return eval_view(Image.fromarray(image), classifier.network.backbone.preprocessing, "squash")
+    pixels = classifier.network.backbone.preprocessing
+    return torch.from_numpy(eval_view(Image.fromarray(image), pixels, "squash"))
 
 
 def test_warning_about_a_class_of_one_image() -> None:
@@ -338,7 +338,9 @@ def test_classes_without_images_are_not_learned(monkeypatch: pytest.MonkeyPatch)
     classifier = ContinualClassifier(method="ncm")
     assert set(classifier.learn(Pairs()).new) == set(NAMES[:2])
     named = MemorySplit(list(drawings([0], 4)[0]), np.full(4, 2))
-    monkeypatch.setattr(resolve, "_open_folder", lambda *_: Labelled(named, ("a", "b", "c")))
+    monkeypatch.setattr(
+        labelled_images, "_open_folder", lambda *_: Labelled(named, ("a", "b", "c"))
+    )
     found = labelled("anything")
     assert found.names == ("c",)
     assert found.split.labels.tolist() == [0] * 4

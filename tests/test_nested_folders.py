@@ -10,8 +10,8 @@ from drawings import SOURCE
 from small import coda
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.folders import folder_source
 from coda_prompt.errors import MissingData, WrongFolder
+from coda_prompt.images.folders import folder_source
 
 
 def fill(root: Path, *folders: str) -> None:

@@ -11,9 +11,9 @@ from small import brief
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.methods import PromptMethod, TrainingBatch
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research import methods
+from coda_prompt.research.methods import PromptMethod, TrainingBatch
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 VIT = ViTConfig(image_size=8, patch_size=4, width=16, depth=6, heads=2, mlp_width=24)

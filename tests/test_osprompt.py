@@ -12,10 +12,10 @@ from test_oracles import TOLERANCE, VIT, cosine, learn_tasks, scatter
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.methods import TrainingBatch
-from coda_prompt.methods.osprompt import OSPrompt
-from coda_prompt.model.vit import Prefix, ViT
+from coda_prompt.research import methods
+from coda_prompt.research.methods import TrainingBatch
+from coda_prompt.research.methods.osprompt import OSPrompt
+from coda_prompt.research.vit.vit import Prefix, ViT
 
 Prompts = dict[int, Callable[[Tensor], Prefix]]
 

@@ -19,20 +19,21 @@ from small import PLAIN_VIEWS, coda, patterns, tiny_vit
 from test_models import changed
 from torch import Tensor
 
-from coda_prompt import ContinualClassifier, methods
+from coda_prompt import ContinualClassifier
 from coda_prompt.cli import _error_in_method
-from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
 from coda_prompt.learner import store
-from coda_prompt.methods.base import MethodConfig
-from coda_prompt.methods.closedform import ClosedForm, NearestClassMean
-from coda_prompt.model.vit import ViT
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods.base import MethodConfig
+from coda_prompt.research.methods.closedform import ClosedForm, NearestClassMean
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.vit import ViT
 
 MINE = """
 from pathlib import Path
-from coda_prompt.methods.closedform import NearestClassMean
+from coda_prompt.research.methods.closedform import NearestClassMean
 
 class Mine(NearestClassMean):
     "Nearest class mean, from a file."
@@ -41,7 +42,7 @@ class Mine(NearestClassMean):
 
 WIDER = """
 import torch
-from coda_prompt.methods.coda_ranpac import CodaRanPAC
+from coda_prompt.research.methods.coda_ranpac import CodaRanPAC
 
 class Mine(CodaRanPAC):
     "Tokens with the query, which is one more token."
@@ -62,7 +63,7 @@ def method(tmp_path: Path) -> str:
 
 
 CLOSED_FORM = """
-from coda_prompt.methods.closedform import ClosedForm
+from coda_prompt.research.methods.closedform import ClosedForm
 
 class Mine(ClosedForm):
     def scores(self, queries):
@@ -72,8 +73,8 @@ class Mine(ClosedForm):
         {body}
 """
 TRAINED = """
-from coda_prompt.methods import Loss
-from coda_prompt.methods.base import TrainedMethod
+from coda_prompt.research.methods import Loss
+from coda_prompt.research.methods.base import TrainedMethod
 
 class Mine(TrainedMethod):
     def features(self, images{more}):
@@ -87,7 +88,7 @@ class Mine(TrainedMethod):
 
 PREFIXES = """
 import torch
-from coda_prompt.methods.base import PromptMethod
+from coda_prompt.research.methods.base import PromptMethod
 
 class Mine(PromptMethod):
     def prefixes(self, queries):
@@ -149,7 +150,7 @@ def write_drawings(folder: Path) -> None:
         ),
         (PREFIXES.replace("{{0:", "{{99:").format(values="batch, 3, 128"), "for block 99"),
         ("import sys; sys.exit(3)", "cannot be loaded"),
-        ("class Mine: pass", "'Mine' does not inherit from coda_prompt.methods.Method"),
+        ("class Mine: pass", "'Mine' does not inherit from coda_prompt.research.methods.Method"),
         ("Mine = 3", "there is no class 'Mine' in"),
     ],
 )
@@ -164,7 +165,7 @@ def test_an_error_in_a_method_is_one_message(content: str, message: str, tmp_pat
 
 
 def test_an_error_of_the_package_keeps_its_traceback(tmp_path: Path) -> None:
-    call = "from coda_prompt.data.images import required_min_side; required_min_side(None, None)"
+    call = "from coda_prompt.images.preprocessing import required_min_side as f; f(None)"
     (tmp_path / "mine.py").write_text(CLOSED_FORM.format(body=call))
     write_drawings(tmp_path / "data")
     arguments = ("learn", f"{tmp_path}/model", f"{tmp_path}/data", "--backbone", "pocket")
@@ -179,8 +180,8 @@ def test_an_error_of_the_package_keeps_its_traceback(tmp_path: Path) -> None:
 
 
 FAILS_LATER = """
-from coda_prompt.methods import Loss
-from coda_prompt.methods.base import TrainedMethod
+from coda_prompt.research.methods import Loss
+from coda_prompt.research.methods.base import TrainedMethod
 
 class Mine(TrainedMethod):
     steps = 0
@@ -301,7 +302,7 @@ def test_a_class_that_lacks_a_member_gets_one_message(
     tmp_path: Path, drawing_folders: Path
 ) -> None:
     (tmp_path / "half.py").write_text(
-        "from coda_prompt.methods import Method\nclass Half(Method):\n    pass\n"
+        "from coda_prompt.research.methods import Method\nclass Half(Method):\n    pass\n"
     )
     refused = coda(
         "learn", "model", str(drawing_folders / "task-1"), "--method", "half.py:Half", cwd=tmp_path

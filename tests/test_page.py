@@ -29,9 +29,9 @@ from serving import children_of, png, served, teach, wait_for_job
 from small import TINY, tiny_vit
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.learner import store
-from coda_prompt.model.catalog import write_weights
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.research.vit.catalog import write_weights
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

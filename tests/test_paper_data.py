@@ -22,23 +22,23 @@ from PIL import Image
 from small import PAPER_METHODS, quick_options, tiny_vit
 from typer.testing import CliRunner, Result
 
-from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.inputs import load_source, load_stream
-from coda_prompt.bench.runs import runs_of
 from coda_prompt.cli import app
-from coda_prompt.data.paper import PAPER_DATASETS, cifar_pickle, paper_source
-from coda_prompt.data.paper.cifar_pickle import read_cifar_pickle
-from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
 from coda_prompt.errors import (
     BadOption,
     CorruptFile,
     MissingData,
     UnknownName,
 )
-from coda_prompt.methods import METHODS
-from coda_prompt.model.catalog import write_weights
-from coda_prompt.model.vit import ViTConfig
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.images.sources import ArraySplit, FileSplit, Source, Split
+from coda_prompt.research.bench.config import load_benchmark
+from coda_prompt.research.bench.inputs import load_source, load_stream
+from coda_prompt.research.bench.runs import runs_of
+from coda_prompt.research.methods import METHODS
+from coda_prompt.research.streams.paper import PAPER_DATASETS, cifar_pickle, paper_source
+from coda_prompt.research.streams.paper.cifar_pickle import read_cifar_pickle
+from coda_prompt.research.vit.catalog import write_weights
+from coda_prompt.research.vit.vit import ViTConfig
 
 PRESETS = (
     "cifar-100-10",
@@ -625,7 +625,7 @@ def test_partially_extracted_cifar_is_rejected(
         MissingData, match=r"test: .*not extracted completely\. Extract .*tar\.gz again"
     ):
         paper_source("cifar-100", tmp_path)
-    monkeypatch.setattr("coda_prompt.data.paper.cifar.MAX_BYTES", 1000)
+    monkeypatch.setattr("coda_prompt.research.streams.paper.cifar.MAX_BYTES", 1000)
     with pytest.raises(CorruptFile, match="more than any file of CIFAR-100"):
         paper_source("cifar-100", tmp_path)
     for path in folder.iterdir():
@@ -973,7 +973,7 @@ def test_missing_dataset_error_says_what_to_download_and_where_to_put_it(
 def test_missing_data_is_reported_before_a_backbone_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coda_prompt.bench.inputs.load_backbone", None)
+    monkeypatch.setattr("coda_prompt.research.bench.inputs.load_backbone", None)
     run = coda("bench", "imagenet-r-10", "--data", str(tmp_path), "--out", str(tmp_path / "runs"))
     assert isinstance(run.exception, MissingData)
     assert run.stdout == ""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from small import brief
 
-from coda_prompt import methods
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research import methods
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 VIT_B16 = 85_798_656
 STREAMS = {  # tasks, classes per task

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from coda_prompt.data import pocket
-from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.renditions import STYLES, render, style_index
 from coda_prompt.errors import CorruptFile
-from coda_prompt.model.catalog import load_backbone
+from coda_prompt.research.streams import pocket
+from coda_prompt.research.streams.pocket import STRENGTH, pocket_source
+from coda_prompt.research.streams.renditions import STYLES, render, style_index
+from coda_prompt.research.vit.catalog import load_backbone
 
 ASSETS = resources.files("coda_prompt") / "assets"
 

@@ -12,14 +12,14 @@ from small import PLAIN_VIEWS, TINY, brief, patterns, tiny_vit
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.data.stream import make_stream
 from coda_prompt.errors import BadOption
-from coda_prompt.methods import loranpac
-from coda_prompt.methods.loranpac import LoRanPAC
-from coda_prompt.model.vit import Prefixes, ViT, ViTConfig
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import loranpac
+from coda_prompt.research.methods.loranpac import LoRanPAC
+from coda_prompt.research.streams.stream import make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.vit import Prefixes, ViT, ViTConfig
 
 
 def tokens_of_blocks(vit: ViT, image: Tensor, last: int, prefixes: Prefixes) -> Tensor:

@@ -19,13 +19,13 @@ import yaml
 from PIL import Image
 from small import PAPER_METHODS, coda
 
-from coda_prompt.bench import cost, plots, report, tables
-from coda_prompt.bench.config import load_benchmark, shipped
-from coda_prompt.bench.runner import parameter_counts
-from coda_prompt.bench.runs import Run, runs_of
-from coda_prompt.bench.sweep import load_sweep, sweep_runs
 from coda_prompt.errors import BadOption, CodaError, CorruptFile, RunConfigChanged, UnknownName
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research.bench import cost, plots, report, tables
+from coda_prompt.research.bench.config import load_benchmark, shipped
+from coda_prompt.research.bench.runner import parameter_counts
+from coda_prompt.research.bench.runs import Run, runs_of
+from coda_prompt.research.bench.sweep import load_sweep, sweep_runs
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 PICTURES = ("accuracy", "matrices", "forgetting", "parameters", "cost")
 
@@ -475,7 +475,7 @@ def test_duplicate_method_names_are_refused(tmp_path: Path) -> None:
     assert "'coda-p' appears twice" in finished.stderr
     for name in ("a", "b"):
         (tmp_path / f"{name}.py").write_text(
-            "from coda_prompt.methods import Method\nclass Mine(Method):\n    pass\n"
+            "from coda_prompt.research.methods import Method\nclass Mine(Method):\n    pass\n"
         )
     both = f"{tmp_path}/a.py:Mine,{tmp_path}/b.py:Mine"
     finished = coda("bench", "pocket", "--methods", both, "--dry-run")

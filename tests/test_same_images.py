@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 from small import coda, quick_options
 
-from coda_prompt import ContinualClassifier, methods
+from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadOption
 from coda_prompt.learner.estimator import find_method
-from coda_prompt.methods.additive import is_removable
+from coda_prompt.research import methods
+from coda_prompt.research.methods.additive import is_removable
 
 BLACK, WHITE = np.zeros((16, 16), np.uint8), np.full((16, 16), 255, np.uint8)
 GREY = np.random.default_rng(0).integers(90, 110, (4, 16, 16)).astype(np.uint8)

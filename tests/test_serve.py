@@ -33,10 +33,10 @@ from small import TINY, coda, tiny_vit
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadImage
+from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.learner import store
 from coda_prompt.learner.explanation import explain
-from coda_prompt.model.catalog import write_weights
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.research.vit.catalog import write_weights
 from coda_prompt.serve import uploads
 from coda_prompt.serve.learning import ExampleDataset
 from coda_prompt.serve.uploads import Example, RequestError, read_zip

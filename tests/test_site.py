@@ -15,7 +15,7 @@ import yaml
 from safetensors.numpy import load_file
 from small import ROOT, tool
 
-from coda_prompt.methods import METHODS
+from coda_prompt.research.methods import METHODS
 from coda_prompt.serve.app import make_app
 
 DOCS = ROOT / "docs"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from small import array_source
 
-from coda_prompt.data.folders import folder_source
-from coda_prompt.data.sources import ArraySplit, FileSplit, Source, Split
 from coda_prompt.errors import BadImage, BadOption, MissingData
+from coda_prompt.images.folders import folder_source
+from coda_prompt.images.sources import ArraySplit, FileSplit, Source, Split
 
 
 def write(path: Path, value: int = 0) -> Path:

@@ -12,13 +12,13 @@ import torch
 from small import tiny_vit
 from torch.testing import assert_close
 
-from coda_prompt import methods
-from coda_prompt.bench.config import load_benchmark
-from coda_prompt.bench.cost import multiply_adds
-from coda_prompt.methods import TaskBrief, TrainingBatch
-from coda_prompt.methods.coda import CodaPrompt
-from coda_prompt.model.catalog import load_backbone
-from coda_prompt.model.vit import ViT, ViTConfig
+from coda_prompt.research import methods
+from coda_prompt.research.bench.config import load_benchmark
+from coda_prompt.research.bench.cost import multiply_adds
+from coda_prompt.research.methods import TaskBrief, TrainingBatch
+from coda_prompt.research.methods.coda import CodaPrompt
+from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]

@@ -13,17 +13,17 @@ from small import AUGMENTED_VIEWS, PLAIN_VIEWS, patterns, tiny_vit
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.data.stream import Task, make_stream
 from coda_prompt.errors import Interrupted
-from coda_prompt.methods import Loss, Stage, TaskBrief, TrainingBatch
-from coda_prompt.methods.bank import Bank
-from coda_prompt.methods.base import MethodConfig, TrainedMethod
-from coda_prompt.methods.stages import ParameterGroup
-from coda_prompt.model.vit import BlockEdits, Images, LowRank, ViT
-from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.schedule import learning_rate
-from coda_prompt.training.settings import Training
+from coda_prompt.research.methods import Loss, Stage, TaskBrief, TrainingBatch
+from coda_prompt.research.methods.bank import Bank
+from coda_prompt.research.methods.base import MethodConfig, TrainedMethod
+from coda_prompt.research.methods.stages import ParameterGroup
+from coda_prompt.research.streams.stream import Task, make_stream
+from coda_prompt.research.training.checkpointing import Checkpointer
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.schedule import learning_rate
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.vit import BlockEdits, Images, LowRank, ViT
 
 
 class LowRankWithAlignment(TrainedMethod):

@@ -16,12 +16,16 @@ from PIL import Image
 from small import array_source
 from torch.utils.data import DataLoader, Dataset
 
-from coda_prompt.data import images
-from coda_prompt.data.groups import class_order
-from coda_prompt.data.sources import ArraySplit, Source
-from coda_prompt.data.stream import Samples, Stream, make_stream
 from coda_prompt.errors import BadOption, ClassInTwoTasks, EmptyTask, UnknownName
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.images.sources import ArraySplit, Source
+from coda_prompt.research.streams.groups import class_order
+from coda_prompt.research.streams.stream import Samples, Stream, make_stream
+from coda_prompt.research.training.augmentation import (
+    Augmentation,
+    training_view,
+    view_generator,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "released.json"
 
@@ -503,10 +507,10 @@ class Views(Dataset[torch.Tensor]):
         return len(self.samples)
 
     def __getitem__(self, position: int) -> torch.Tensor:
-        rng = images.view_generator(5, 0, 0, int(self.samples.indices[position]))
+        rng = view_generator(5, 0, 0, int(self.samples.indices[position]))
         pixels = Preprocessing(8, 1, (0.5,), (0.5,))
         image = self.samples.image(position)
-        return images.training_view(image, pixels, images.Augmentation(), rng)
+        return torch.from_numpy(training_view(image, pixels, Augmentation(), rng))
 
 
 def test_views_are_independent_of_workers_batches_and_order() -> None:

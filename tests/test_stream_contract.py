@@ -9,12 +9,12 @@ import pytest
 import torch
 from small import AUGMENTED_VIEWS, PLAIN_VIEWS, patterns, quick_options, tiny_vit
 
-from coda_prompt import methods
-from coda_prompt.data.stream import Stream, make_stream
-from coda_prompt.methods import METHODS, Method
-from coda_prompt.model.vit import ViTConfig
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.settings import Result, Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods import METHODS, Method
+from coda_prompt.research.streams.stream import Stream, make_stream
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.settings import Result, Training
+from coda_prompt.research.vit.vit import ViTConfig
 
 MINIATURE = ViTConfig(
     image_size=16, patch_size=8, channels=1, width=16, depth=5, heads=2, mlp_width=16

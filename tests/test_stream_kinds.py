@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from small import array_source, coda, comparable, patterns, started_coda
 
-from coda_prompt.bench.config import load_benchmark, preset_rows
-from coda_prompt.data.assignment import UNUSED, chunked, random_ranks
-from coda_prompt.data.resolve import open_source
-from coda_prompt.data.sources import Source
-from coda_prompt.data.stream import Stream, make_stream
-from coda_prompt.data.stream_options import StreamOptions
 from coda_prompt.errors import BadOption, EmptyTask, UnknownName
+from coda_prompt.images.sources import Source
+from coda_prompt.research.bench.config import load_benchmark, preset_rows
+from coda_prompt.research.streams.assignment import UNUSED, chunked, random_ranks
+from coda_prompt.research.streams.opening import open_source
+from coda_prompt.research.streams.stream import Stream, make_stream
+from coda_prompt.research.streams.stream_options import StreamOptions
 
 
 def source(classes: int = 6, train: int = 12, domains: int = 3) -> Source:

@@ -11,14 +11,14 @@ import torch
 from small import PLAIN_VIEWS, brief, patterns, tiny_vit
 from torch import Tensor
 
-from coda_prompt import methods
-from coda_prompt.data.stream import Samples, make_stream
-from coda_prompt.methods.ridge import RidgeSums
-from coda_prompt.methods.sums import Chunk, TaskSums
-from coda_prompt.training import chunks
-from coda_prompt.training.engine import Engine
-from coda_prompt.training.loading import Batch
-from coda_prompt.training.settings import Training
+from coda_prompt.research import methods
+from coda_prompt.research.methods.ridge import RidgeSums
+from coda_prompt.research.methods.sums import Chunk, TaskSums
+from coda_prompt.research.streams.stream import Samples, make_stream
+from coda_prompt.research.training import chunks
+from coda_prompt.research.training.engine import Engine
+from coda_prompt.research.training.loading import Batch
+from coda_prompt.research.training.settings import Training
 
 SUMMED: dict[str, dict[str, Any]] = {
     "ncm": {},

@@ -21,7 +21,7 @@ from coda_prompt.errors import BadOption
 from coda_prompt.learner.separation import auroc, false_positive_rate
 from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import PREFIX, UnknownDetector, UnknownRule
-from coda_prompt.model.catalog import load_backbone
+from coda_prompt.research.vit.catalog import load_backbone
 
 WIDTH = 24
 

@@ -14,8 +14,8 @@ from small import tiny_vit
 from torch import Tensor
 from torch.testing import assert_close
 
-from coda_prompt.model.vit import BlockEdits, LowRank, ViT, ViTConfig, resize_positions
-from coda_prompt.model.weights import load_weights
+from coda_prompt.research.vit.vit import BlockEdits, LowRank, ViT, ViTConfig, resize_positions
+from coda_prompt.research.vit.weights import load_weights
 
 GOLDEN = Path(__file__).parent / "golden" / "released.safetensors"
 TIMM = Path(__file__).parent / "fixtures" / "timm"

@@ -21,8 +21,19 @@ import types
 from typing import Any, TextIO
 
 MODULES = (
-    *(f"coda_prompt.{name}" for name in ("cli", "bench.html", "bench.launcher", "bench.sweep")),
-    *(f"coda_prompt.{name}" for name in ("learner.classifier", "serve.app", "training.devices")),
+    *(
+        f"coda_prompt.{name}"
+        for name in (
+            "cli",
+            "research.bench.html",
+            "research.bench.launcher",
+            "research.bench.sweep",
+        )
+    ),
+    *(
+        f"coda_prompt.{name}"
+        for name in ("learner.classifier", "serve.app", "research.training.devices")
+    ),
     *("matplotlib.backends.backend_agg", "matplotlib.figure", "uvicorn"),
 )
 

@@ -22,10 +22,10 @@ from reference_formats import openapi
 
 from coda_prompt import __all__ as package_names
 from coda_prompt import errors
-from coda_prompt.bench.config import shipped
 from coda_prompt.cli import app
 from coda_prompt.learner.classifier import ContinualClassifier
-from coda_prompt.methods import METHODS
+from coda_prompt.research.bench.config import shipped
+from coda_prompt.research.methods import METHODS
 
 LOADED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
 """Elements that a browser loads when it opens a page."""

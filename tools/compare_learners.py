@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.research.streams.pocket import pocket_source
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 CANDIDATES: dict[str, dict[str, Any]] = {

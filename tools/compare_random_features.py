@@ -21,9 +21,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.data.images import eval_view
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.model.catalog import LoadedBackbone, load_backbone
+from coda_prompt.images.preprocessing import eval_view
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.vit.catalog import LoadedBackbone, load_backbone
 
 BLOCKS = 3
 """Blocks whose tokens are compared, counted from the last."""
@@ -112,7 +112,8 @@ def photographs(folder: Path, count: int, seed: int) -> list[tuple[Tensor, Tenso
 @torch.inference_mode()
 def tokens(backbone: LoadedBackbone, images: Iterable[Image.Image]) -> Tensor:
     """Compute the unit class token and mean patch token of the last blocks, n x tokens x D."""
-    views = [eval_view(image, backbone.preprocessing, "squash") for image in images]
+    pixels = backbone.preprocessing
+    views = [torch.from_numpy(eval_view(image, pixels, "squash")) for image in images]
     rows = [backbone.vit.pooled_features(batch, BLOCKS) for batch in torch.stack(views).split(64)]
     return F.normalize(torch.cat(rows).unflatten(1, (2 * BLOCKS, -1)), dim=2)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from coda_prompt.data.pocket import STRENGTH, pocket_source
-from coda_prompt.data.renditions import STYLES, render
+from coda_prompt.research.streams.pocket import STRENGTH, pocket_source
+from coda_prompt.research.streams.renditions import STYLES, render
 
 CLASSES = ("cat", "bicycle", "house", "guitar", "fish", "tree", "cup", "face")
 ROWS = 5

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from coda_prompt import methods
-from coda_prompt.bench.config import Benchmark, load_benchmark
-from coda_prompt.bench.cost import multiply_adds
-from coda_prompt.bench.sweep import load_sweep, sweep_runs
-from coda_prompt.model.vit import ViTConfig
+from coda_prompt.research import methods
+from coda_prompt.research.bench.config import Benchmark, load_benchmark
+from coda_prompt.research.bench.cost import multiply_adds
+from coda_prompt.research.bench.sweep import load_sweep, sweep_runs
+from coda_prompt.research.vit.vit import ViTConfig
 
 IMAGES = {  # train, test
     "imagenet-r": (24_000, 6_000),

@@ -20,8 +20,8 @@ import numpy as np
 
 import coda_prompt
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.sources import Source
+from coda_prompt.images.sources import Source
+from coda_prompt.research.streams.pocket import pocket_source
 
 FOLDER = Path(coda_prompt.__file__).parent / "assets" / "demo-model"
 TASKS = (range(20), range(20, 40))

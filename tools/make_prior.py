@@ -24,10 +24,10 @@ from make_pocket_data import (
     split_classes,
 )
 
-from coda_prompt.data.pocket import STRENGTH
-from coda_prompt.data.renditions import render, style_index
-from coda_prompt.methods.moments import FeatureMoments
-from coda_prompt.model.catalog import load_backbone
+from coda_prompt.research.methods.moments import FeatureMoments
+from coda_prompt.research.streams.pocket import STRENGTH
+from coda_prompt.research.streams.renditions import render, style_index
+from coda_prompt.research.vit.catalog import load_backbone
 from coda_prompt.storage.tensors import write_tensors
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.renditions import STYLES
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.streams.renditions import STYLES
 
 CLASSES = 30
 METHODS = ("ncm", "slda", "ranpac")

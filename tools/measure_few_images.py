@@ -20,10 +20,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.data.images import eval_view
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.methods.ridge import RandomRidge, RidgeConfig
-from coda_prompt.model.catalog import load_backbone
+from coda_prompt.images.preprocessing import eval_view
+from coda_prompt.research.methods.ridge import RandomRidge, RidgeConfig
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.vit.catalog import load_backbone
 
 CLASSES, OLD, NEW = 100, 80, 10
 """All classes, those taught with all their images, and those added, one to each copy of these."""
@@ -42,7 +42,7 @@ def pocket_features() -> Features:
     parts = []
     for split in (source.train, source.test):
         views = (
-            eval_view(split.image(index), backbone.preprocessing, "squash")
+            torch.from_numpy(eval_view(split.image(index), backbone.preprocessing, "squash"))
             for index in range(len(split.labels))
         )
         parts += [extracted(backbone.vit.features, views), torch.from_numpy(split.labels)]
@@ -60,7 +60,9 @@ def photo_features(images: Path, labels: Path, name: str) -> Features:
         torch.cat([each[PHOTO_TRAIN:] for each in members]),
     ):
         views = (
-            eval_view(Image.fromarray(pixels[index]), backbone.preprocessing, "crop")
+            torch.from_numpy(
+                eval_view(Image.fromarray(pixels[index]), backbone.preprocessing, "crop")
+            )
             for index in indices.tolist()
         )
         parts += [extracted(backbone.vit.features, views), truth[indices]]

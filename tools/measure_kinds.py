@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from coda_prompt.data.kinds import is_drawing
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.images.kinds import is_drawing
+from coda_prompt.research.streams.pocket import pocket_source
 
 FOLDERS = 2_000
 

@@ -17,17 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coda_prompt import methods
-from coda_prompt.data.images import eval_view
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.renditions import STYLES
-from coda_prompt.data.sources import Split
-from coda_prompt.methods import Method, TaskBrief
-from coda_prompt.methods.loranpac import LoRanPAC
-from coda_prompt.methods.ranpac import RanPAC
-from coda_prompt.methods.shrinkage import shrink_covariance
-from coda_prompt.methods.slda import StreamingLDA
-from coda_prompt.model.catalog import LoadedBackbone, load_backbone
+from coda_prompt.images.preprocessing import eval_view
+from coda_prompt.images.sources import Split
+from coda_prompt.research import methods
+from coda_prompt.research.methods import Method, TaskBrief
+from coda_prompt.research.methods.loranpac import LoRanPAC
+from coda_prompt.research.methods.ranpac import RanPAC
+from coda_prompt.research.methods.shrinkage import shrink_covariance
+from coda_prompt.research.methods.slda import StreamingLDA
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.streams.renditions import STYLES
+from coda_prompt.research.vit.catalog import LoadedBackbone, load_backbone
 
 MEASURED = (50, 100, 200)
 LEARN = {"ridge": "relative", "blend": True, "balance": True}
@@ -64,7 +64,8 @@ def features(backbone: LoadedBackbone, split: Split) -> Part:
     """Compute the features of all drawings; return them with classes and styles."""
     rows = []
     for index in range(len(split.labels)):
-        rows.append(eval_view(split.image(index), backbone.preprocessing, "squash"))
+        view = eval_view(split.image(index), backbone.preprocessing, "squash")
+        rows.append(torch.from_numpy(view))
     with torch.inference_mode():
         computed = torch.cat([backbone.vit(batch) for batch in torch.stack(rows).split(100)])
     assert split.domains is not None

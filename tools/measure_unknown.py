@@ -19,13 +19,13 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.data.images import eval_view
-from coda_prompt.data.pocket import pocket_source
+from coda_prompt.images.preprocessing import eval_view
 from coda_prompt.learner.separation import auroc, false_positive_rate
 from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import UnknownDetector
-from coda_prompt.methods.ridge import RandomRidge, RidgeConfig
-from coda_prompt.model.catalog import LoadedBackbone, load_backbone
+from coda_prompt.research.methods.ridge import RandomRidge, RidgeConfig
+from coda_prompt.research.streams.pocket import pocket_source
+from coda_prompt.research.vit.catalog import LoadedBackbone, load_backbone
 
 Labelled = tuple[Tensor, NDArray[np.int64]]
 RATES = (0.01, 0.05, 0.1)
@@ -39,7 +39,7 @@ def features_of(backbone: LoadedBackbone, images: list[Image.Image], resize: str
     rows = []
     for start in range(0, len(images), 64):
         views = [
-            eval_view(each, backbone.preprocessing, resize)  # type: ignore[arg-type]
+            torch.from_numpy(eval_view(each, backbone.preprocessing, resize))  # type: ignore[arg-type]
             for each in images[start : start + 64]
         ]
         with torch.inference_mode():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from coda_prompt.model.vit import ConvStem, ViT, ViTConfig
+from coda_prompt.research.vit.vit import ConvStem, ViT, ViTConfig
 
 VIT = ViTConfig(
     image_size=28,

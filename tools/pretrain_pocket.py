@@ -48,7 +48,7 @@ from probe_pocket import ASSETS, probe, ridge_accuracy
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing
 
 PIXELS = Preprocessing(size=28, channels=1, mean=(0.0,), std=(1.0,), interpolation="bilinear")
 VALIDATION_DRAWINGS = 5

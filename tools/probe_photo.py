@@ -33,9 +33,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.data.images import eval_view, open_image
-from coda_prompt.model.vit import ViT, ViTConfig, resize_positions
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing, eval_view
+from coda_prompt.images.reading import open_image
+from coda_prompt.research.vit.vit import ViT, ViTConfig, resize_positions
 
 VIT = ViTConfig(
     image_size=112,
@@ -296,7 +296,10 @@ def probe_folder(vit: ViT, folder: Path, seeds: int) -> dict[str, float]:
             [
                 vit.features(
                     torch.stack(
-                        [eval_view(open_image(files[row], 2 * size), pixels) for row in part]
+                        [
+                            torch.from_numpy(eval_view(open_image(files[row], 2 * size), pixels))
+                            for row in part
+                        ]
                     )
                 )
                 for part in parts

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coda_prompt.model.catalog import load_backbone
-from coda_prompt.model.vit import ViT
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.vit import ViT
 
 ASSETS = Path(__file__).resolve().parents[1] / "src" / "coda_prompt" / "assets"
 DRAWINGS = 100

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from coda_prompt import __version__
 from coda_prompt.learner import store
-from coda_prompt.methods.options import option_meanings
+from coda_prompt.research.methods.options import option_meanings
 from coda_prompt.serve import app, schemas
 
 HTTP = """# HTTP interface

@@ -110,7 +110,7 @@ NETS = {
 
 def pocket() -> Net:
     """Return the shapes of the package's backbone; its stem is two convolutions."""
-    from coda_prompt.model.catalog import load_backbone
+    from coda_prompt.research.vit.catalog import load_backbone
 
     config = load_backbone("pocket").vit.config
     channels, side, stem = (config.channels, *config.stem, config.width), config.image_size, 0.0

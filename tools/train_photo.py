@@ -57,7 +57,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.model.vit import ViT, resize_positions
+from coda_prompt.research.vit.vit import ViT, resize_positions
 
 CLASSES = 200
 TEACHER_WIDTH = 1280

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from coda_prompt.data.pocket import pocket_source
-from coda_prompt.data.sources import Split
+from coda_prompt.images.sources import Split
+from coda_prompt.research.streams.pocket import pocket_source
 
 
 def main() -> None:

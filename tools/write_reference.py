@@ -15,12 +15,12 @@ from typing import Any
 import typer
 from reference_formats import http_page, model_format_page, table
 
-from coda_prompt.bench.config import Benchmark, load_benchmark, read_fields, shipped
 from coda_prompt.cli import app
-from coda_prompt.methods import METHODS, describe
-from coda_prompt.methods.options import option_meanings
-from coda_prompt.model.catalog import CATALOG
-from coda_prompt.training.settings import Training
+from coda_prompt.research.bench.config import Benchmark, load_benchmark, read_fields, shipped
+from coda_prompt.research.methods import METHODS, describe
+from coda_prompt.research.methods.options import option_meanings
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.catalog import CATALOG
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by tools/write_reference.py. Do not edit. -->\n\n"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
+import numpy as np
 
 
-def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """Return a CPU generator whose 63-bit seed is derived from a seed and a key (SHA-256)."""
+def keyed_generator(seed: int, *key: int | str) -> np.random.Generator:
+    """Return a generator whose seed is derived from a seed and a key (SHA-256)."""
     text = "/".join(str(part) for part in (seed, *key))
     digest = hashlib.sha256(text.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))

@@ -11,8 +11,8 @@ from coda_prompt.console import print_json, stderr_console, stdout_console
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
-    from coda_prompt.bench import config, launcher
-    from coda_prompt.bench.tables import Table
+    from coda_prompt.research.bench import config, launcher
+    from coda_prompt.research.bench.tables import Table
 
 app = typer.Typer()
 
@@ -45,10 +45,10 @@ def bench(
 
     Finished runs are not repeated: the same command resumes an interrupted benchmark.
     """
-    from coda_prompt.bench import plots, report, tables
-    from coda_prompt.bench.config import load_benchmark
-    from coda_prompt.bench.launcher import run_all
-    from coda_prompt.bench.runs import runs_of
+    from coda_prompt.research.bench import plots, report, tables
+    from coda_prompt.research.bench.config import load_benchmark
+    from coda_prompt.research.bench.launcher import run_all
+    from coda_prompt.research.bench.runs import runs_of
 
     if list_presets:
         _print_presets(as_json)
@@ -105,9 +105,9 @@ def sweep(
 
     The sweeps that come with the package evaluate on validation data.
     """
-    from coda_prompt.bench import plots, report, tables
-    from coda_prompt.bench.launcher import run_all
-    from coda_prompt.bench.sweep import load_sweep, sweep_runs
+    from coda_prompt.research.bench import plots, report, tables
+    from coda_prompt.research.bench.launcher import run_all
+    from coda_prompt.research.bench.sweep import load_sweep, sweep_runs
 
     resolved = load_sweep(what, benchmark, _split(methods or ""), values)
     runs = sweep_runs(resolved, overrides, run.folder)
@@ -129,8 +129,8 @@ def report(
     as_json: options.AsJson = False,
 ) -> None:
     """Write tables and plots of finished runs: terminal, Markdown, CSV, LaTeX and one HTML page."""
-    from coda_prompt.bench import html
-    from coda_prompt.bench.report import read_runs
+    from coda_prompt.research.bench import html
+    from coda_prompt.research.bench.report import read_runs
 
     parts, written = html.write_report(read_runs(runs), runs, out)
     if as_json:
@@ -145,8 +145,8 @@ def report(
 
 
 def _print_presets(as_json: bool) -> None:
-    from coda_prompt.bench.config import preset_rows
     from coda_prompt.console import table
+    from coda_prompt.research.bench.config import preset_rows
 
     rows = preset_rows()
     if as_json:
@@ -168,7 +168,7 @@ def _print_presets(as_json: bool) -> None:
 
 def _fast_overrides(run: "launcher.RunOptions", views: int | None) -> "list[config.Override]":
     """Return the fields that `--fast` sets, and say so; other options override them."""
-    from coda_prompt.training.fast import EPOCHS_PER_VIEW, describe_fast, fast_precision
+    from coda_prompt.research.training.fast import EPOCHS_PER_VIEW, describe_fast, fast_precision
 
     precision = fast_precision(run.devices.accelerator)
     count = f"{views} views" if views else f"one view for every {EPOCHS_PER_VIEW} epochs"
@@ -187,8 +187,8 @@ def _method_names(benchmark: "config.Benchmark", chosen: str | None) -> list[str
         return list(benchmark.demo or benchmark.methods)
     if chosen == "all":
         return list(benchmark.methods)
-    from coda_prompt.bench.config import check_rows
-    from coda_prompt.bench.runs import row_folder
+    from coda_prompt.research.bench.config import check_rows
+    from coda_prompt.research.bench.runs import row_folder
 
     names = _split(chosen)
     check_rows(benchmark, names)

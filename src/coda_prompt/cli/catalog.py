@@ -24,7 +24,7 @@ def methods(
     as_json: AsJson = False,
 ) -> None:
     """List the methods, or the options of one method."""
-    from coda_prompt.methods import METHODS, describe
+    from coda_prompt.research.methods import METHODS, describe
 
     descriptions = [describe(each) for each in ([name] if name else METHODS)]
     if as_json:
@@ -45,7 +45,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a PyTorch checkpoint of a ViT to a safetensors file, without running code in it."""
-    from coda_prompt.model.catalog import convert_checkpoint
+    from coda_prompt.research.vit.catalog import convert_checkpoint
 
     convert_checkpoint(checkpoint, out)
     if as_json:
@@ -58,7 +58,7 @@ def backbones(as_json: AsJson = False) -> None:
 
     Of a .safetensors file that is known or describes itself, the path is enough.
     """
-    from coda_prompt.model.catalog import CATALOG
+    from coda_prompt.research.vit.catalog import CATALOG
 
     names = ("name", "repository", "description")
     rows = [{name: getattr(entry, name) for name in names} for entry in CATALOG.values()]

@@ -14,19 +14,19 @@ from coda_prompt.errors import CodaError
 
 def complete_method(incomplete: str) -> list[str]:
     """Return the names of methods that start like this."""
-    names = _names("methods", "__init__.py", r'^ +"([^"]+)": "\w+\.\w+",$')
+    names = _names("research/methods", "__init__.py", r'^ +"([^"]+)": "\w+\.\w+",$')
     return sorted(name for name in names if name.startswith(incomplete))
 
 
 def complete_backbone(incomplete: str) -> list[str]:
     """Return the names of backbones that start like this."""
-    names = _names("model", "catalog.py", r'^ +_(?:embedded|on_hub)\("([^"]+)"')
+    names = _names("research/vit", "catalog.py", r'^ +_(?:embedded|on_hub)\("([^"]+)"')
     return sorted(name for name in ("auto", *names) if name.startswith(incomplete))
 
 
 def complete_preset(incomplete: str) -> list[str]:
     """Return the names of benchmarks that start like this."""
-    folder = resources.files("coda_prompt") / "bench" / "presets"
+    folder = resources.files("coda_prompt") / "research" / "bench" / "presets"
     names = [each.name.removesuffix(".yaml") for each in folder.iterdir()]
     return sorted(name for name in names if name.startswith(incomplete))
 

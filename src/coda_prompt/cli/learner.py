@@ -14,13 +14,13 @@ import typer
 from coda_prompt import console
 from coda_prompt.cli import options
 from coda_prompt.errors import BadOption, MissingData, counted, join_names
-from coda_prompt.preprocessing import input_kind
+from coda_prompt.images.preprocessing import input_kind
 
 if TYPE_CHECKING:
-    from coda_prompt.data.resolve import Labelled
+    from coda_prompt.images.labelled import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.results import Evaluation, Learned
-    from coda_prompt.training.devices import Devices
+    from coda_prompt.research.training.devices import Devices
 
 app = typer.Typer()
 
@@ -60,7 +60,7 @@ def learn(
 
     Subfolders named like known classes continue these classes. No image is stored.
     """
-    from coda_prompt.data.resolve import labelled
+    from coda_prompt.images.labelled import labelled
     from coda_prompt.learner import store
     from coda_prompt.learner.classifier import load_or_create
     from coda_prompt.learner.feedback import LearnerProgress
@@ -305,8 +305,8 @@ def _devices(
     device: str, precision: options.Precision, queries: options.Queries, *, fast: bool
 ) -> "Devices":
     """Return the devices, by default with the precision of `--fast` if it is given."""
-    from coda_prompt.training.devices import Devices
-    from coda_prompt.training.fast import fast_precision
+    from coda_prompt.research.training.devices import Devices
+    from coda_prompt.research.training.fast import fast_precision
 
     if fast and queries is not None:
         raise BadOption("coda learn", "queries", "--fast computes exact ones; leave it out")
@@ -319,7 +319,7 @@ def _fast_views(
     classifier: "ContinualClassifier", epochs: int | None, precision: str, output: console.Output
 ) -> int:
     """Return the number of views of `--fast`, and print what it does."""
-    from coda_prompt.training.fast import describe_fast, fast_views
+    from coda_prompt.research.training.fast import describe_fast, fast_views
 
     if classifier.closed_form:
         problem = f"{classifier.method_name} has nothing to train; leave it out"

@@ -14,8 +14,8 @@ from coda_prompt.console import Output
 from coda_prompt.errors import BadOption
 
 if TYPE_CHECKING:
-    from coda_prompt.bench.config import Override
-    from coda_prompt.bench.launcher import RunOptions
+    from coda_prompt.research.bench.config import Override
+    from coda_prompt.research.bench.launcher import RunOptions
 
 # Typer reads annotations when the module is imported: no `from __future__ import annotations` here.
 
@@ -292,9 +292,9 @@ def run_options(
     keep: Keep = False,
 ) -> "RunOptions":
     """Options shared by every command that runs benchmarks."""
-    from coda_prompt.bench.launcher import RunOptions
-    from coda_prompt.bench.ray_cluster import Cluster
-    from coda_prompt.training.devices import Devices
+    from coda_prompt.research.bench.launcher import RunOptions
+    from coda_prompt.research.bench.ray_cluster import Cluster
+    from coda_prompt.research.training.devices import Devices
 
     values: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus}
     ray = {name: value for name, value in values.items() if value is not None}

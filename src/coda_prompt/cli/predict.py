@@ -55,7 +55,7 @@ def predict(
         from coda_prompt.learner.feedback import LearnerProgress
         from coda_prompt.learner.saving import SavedEstimator  # imports less than the classifier
         from coda_prompt.learner.unknown import UnknownRule
-        from coda_prompt.training.local import find_device
+        from coda_prompt.research.training.local import find_device
 
     rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
     if as_json and as_csv:
@@ -96,7 +96,7 @@ def _uncollected() -> Iterator[None]:
 
 def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> list[str]:
     """Return the paths of the images to predict."""
-    from coda_prompt.data.inputs import image_paths
+    from coda_prompt.images.inputs import image_paths
 
     if names == ["-"]:
         names = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
@@ -113,8 +113,8 @@ def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> li
 
 def _kind_findings(classifier: "SavedEstimator", paths: list[str]) -> list[str]:
     """Say whether some of the images are of another kind than those that were taught."""
-    from coda_prompt.data.inputs import as_image
-    from coda_prompt.data.kinds import is_drawing
+    from coda_prompt.images.inputs import as_image
+    from coda_prompt.images.kinds import is_drawing
     from coda_prompt.learner.resemblance import kind_finding
 
     drawings = []

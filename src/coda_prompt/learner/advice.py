@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coda_prompt.data.resolve import Labelled, Sample
-from coda_prompt.data.sources import FileSplit
 from coda_prompt.errors import counted, join_names
+from coda_prompt.images.labelled import Labelled, Sample
+from coda_prompt.images.sources import FileSplit
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.resemblance import kind_finding
 

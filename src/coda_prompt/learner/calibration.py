@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.methods.shrinkage import shrink_covariance
-from coda_prompt.seeding import keyed_generator
+from coda_prompt.research.methods.shrinkage import shrink_covariance
+from coda_prompt.research.seeding import keyed_generator
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 BINS = 10

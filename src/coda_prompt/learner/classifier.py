@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coda_prompt import errors, methods
-from coda_prompt.data.inputs import Channels, image_items
-from coda_prompt.data.resolve import Labelled, MemorySplit, labelled
+from coda_prompt import errors
+from coda_prompt.images.inputs import Channels, image_items
+from coda_prompt.images.labelled import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice, feedback, store
 from coda_prompt.learner.display import Predictions
 from coda_prompt.learner.editable import EditableEstimator
@@ -31,8 +31,9 @@ from coda_prompt.learner.loading import AUTO
 from coda_prompt.learner.predictor import OnEvent, Prediction
 from coda_prompt.learner.results import Evaluation, Learned
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
-from coda_prompt.training.settings import QueryMode
-from coda_prompt.training.snapshot import restored_on_error
+from coda_prompt.research import methods
+from coda_prompt.research.training.settings import QueryMode
+from coda_prompt.research.training.snapshot import restored_on_error
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -162,7 +163,7 @@ class ContinualClassifier(EditableEstimator):
             print(learned.accuracy, learned.forgotten)
             ```
         """
-        from coda_prompt.training.engine import Engine  # slow to import
+        from coda_prompt.research.training.engine import Engine  # slow to import
 
         started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad, channels=channels)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from numpy.typing import NDArray
 
-from coda_prompt.data.inputs import as_image
+from coda_prompt.images.inputs import as_image
 from coda_prompt.learner.predictor import Prediction
 
 if TYPE_CHECKING:

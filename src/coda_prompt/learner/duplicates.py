@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from coda_prompt.data.images import convert_channels
-from coda_prompt.methods.bank import Bank, CPUModule, other_rows
+from coda_prompt.images.reading import convert_channels
+from coda_prompt.research.methods.bank import Bank, CPUModule, other_rows
 
 if TYPE_CHECKING:
-    from coda_prompt.data.resolve import Labelled
+    from coda_prompt.images.labelled import Labelled
 
 PREFIX = "duplicates."
 """Begins the names of the hashes' tensors in a model."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_prompt.data.resolve import labelled
+from coda_prompt.images.labelled import labelled
 from coda_prompt.learner import editing, reports
 from coda_prompt.learner.saving import SavedEstimator
-from coda_prompt.methods.additive import is_removable
+from coda_prompt.research.methods.additive import is_removable
 
 if TYPE_CHECKING:
     from typing_extensions import Self

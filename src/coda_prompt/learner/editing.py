@@ -20,19 +20,19 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from coda_prompt import errors
 from coda_prompt.console import class_name
-from coda_prompt.data.stream import Samples
 from coda_prompt.learner import held_out, store
 from coda_prompt.learner.duplicates import LearnedHashes, hash_images
 from coda_prompt.learner.network import check_values
 from coda_prompt.learner.store import Description, EditRecord, Model, TaskRecord
 from coda_prompt.learner.unknown import UnknownDetector
 from coda_prompt.learner.versions import History
-from coda_prompt.methods import TaskBrief
-from coda_prompt.methods.additive import AdditiveMethod, AdditiveState
-from coda_prompt.training.checkpointing import remove_checkpoints
+from coda_prompt.research.methods import TaskBrief
+from coda_prompt.research.methods.additive import AdditiveMethod, AdditiveState
+from coda_prompt.research.streams.stream import Samples
+from coda_prompt.research.training.checkpointing import remove_checkpoints
 
 if TYPE_CHECKING:
-    from coda_prompt.data.resolve import Labelled
+    from coda_prompt.images.labelled import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
     from coda_prompt.learner.editable import EditableEstimator
     from coda_prompt.learner.network import Network
@@ -177,7 +177,7 @@ def relabel(classifier: EditableEstimator, images: Labelled, taught_as: str) -> 
             f"{sum(counts.values())} would leave",
             "Use rename or merge-classes for a whole class.",
         )
-    from coda_prompt.training.engine import Engine  # slow to import
+    from coda_prompt.research.training.engine import Engine  # slow to import
 
     previous, known = classifier._model(), classifier.classes_
     new = [name for name in images.names if name not in known]

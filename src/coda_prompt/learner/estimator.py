@@ -8,13 +8,14 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from coda_prompt import errors, methods
+from coda_prompt import errors
 from coda_prompt.learner.card import TASK_HEADS, task_rows
 from coda_prompt.learner.loading import AUTO, TRAINING_FIELDS
 from coda_prompt.learner.network import Network
 from coda_prompt.learner.predictor import Predictor
-from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.training.local import LocalDevice, PredictionPrecision, find_device
+from coda_prompt.research import methods
+from coda_prompt.research.training.local import LocalDevice, PredictionPrecision, find_device
+from coda_prompt.research.vit.catalog import LoadedBackbone
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coda_prompt import errors
-from coda_prompt.data.resolve import Labelled, MemorySplit
+from coda_prompt.images.labelled import Labelled, MemorySplit
 from coda_prompt.learner import calibration
 from coda_prompt.learner.confusion import ConfusionMatrix
 from coda_prompt.learner.network import Network

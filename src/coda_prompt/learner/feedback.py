@@ -15,9 +15,9 @@ from coda_prompt import console
 from coda_prompt.errors import CodaWarning
 
 if TYPE_CHECKING:
-    from coda_prompt.data.resolve import Labelled
+    from coda_prompt.images.labelled import Labelled
     from coda_prompt.learner.network import Network
-    from coda_prompt.training.settings import Event
+    from coda_prompt.research.training.settings import Event
 
 LOGGER = logging.getLogger("coda_prompt")
 LINE_INTERVAL = 10.0

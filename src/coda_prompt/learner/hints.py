@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from coda_prompt.errors import join_names
 from coda_prompt.learner.unknown import UnknownDetector
-from coda_prompt.methods.moments import MIN_VARIANCE, FeatureMoments
-from coda_prompt.methods.shrinkage import shrink_covariance
+from coda_prompt.research.methods.moments import MIN_VARIANCE, FeatureMoments
+from coda_prompt.research.methods.shrinkage import shrink_covariance
 
 MIN_IMAGES = 12
 """Smaller lessons say too little about how the images of a class vary."""

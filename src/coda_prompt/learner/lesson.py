@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from coda_prompt import errors
-from coda_prompt.data.resolve import Labelled
-from coda_prompt.data.sources import FileSplit
-from coda_prompt.data.stream import Samples, Task
+from coda_prompt.images.labelled import Labelled
+from coda_prompt.images.sources import FileSplit
 from coda_prompt.learner import calibration
 from coda_prompt.learner.advice import images_of_other_kind
 from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
@@ -23,14 +22,15 @@ from coda_prompt.learner.resemblance import typicality_finding
 from coda_prompt.learner.results import ClassAccuracy, Learned
 from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownDetector
-from coda_prompt.methods.options import make_config
-from coda_prompt.seeding import keyed_generator
+from coda_prompt.research.methods.options import make_config
+from coda_prompt.research.seeding import keyed_generator
+from coda_prompt.research.streams.stream import Samples, Task
+from coda_prompt.research.training.checkpointing import Checkpointer
+from coda_prompt.research.training.settings import Training
 from coda_prompt.storage.files import as_json
-from coda_prompt.training.checkpointing import Checkpointer
-from coda_prompt.training.settings import Training
 
 if TYPE_CHECKING:
-    from coda_prompt.training.engine import Engine
+    from coda_prompt.research.training.engine import Engine
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
 NOT_IDENTIFYING = {"watched", "files", "predictions", "drawings"}

@@ -7,16 +7,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from coda_prompt import errors, methods
+from coda_prompt import errors
 from coda_prompt.learner.store import BackboneRecord, Description
-from coda_prompt.model.catalog import (
+from coda_prompt.research import methods
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.catalog import (
     CATALOG,
     LoadedBackbone,
     load_backbone,
     parse_backbone,
 )
 from coda_prompt.storage.files import file_sha256
-from coda_prompt.training.settings import Training
 
 AUTO = "auto"
 """The backbone that suits the images of the first lesson."""

@@ -11,24 +11,25 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from coda_prompt import __version__, errors, methods
-from coda_prompt.data.images import Augmentation
+from coda_prompt import __version__, errors
+from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.learner import calibration, duplicates, store
 from coda_prompt.learner.duplicates import LearnedHashes
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.store import Description, EditRecord, TaskRecord
 from coda_prompt.learner.typicality import Prior
 from coda_prompt.learner.unknown import PREFIX, UnknownDetector
-from coda_prompt.methods.additive import is_removable, removable_options
-from coda_prompt.methods.closedform import ClosedForm
-from coda_prompt.methods.options import make_config
-from coda_prompt.model.catalog import LoadedBackbone, load_backbone
-from coda_prompt.model.vit import ViT
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.research import methods
+from coda_prompt.research.methods.additive import is_removable, removable_options
+from coda_prompt.research.methods.closedform import ClosedForm
+from coda_prompt.research.methods.options import make_config
+from coda_prompt.research.training.augmentation import Augmentation
+from coda_prompt.research.training.loading import Views
+from coda_prompt.research.training.local import LocalDevice
+from coda_prompt.research.training.settings import Training
+from coda_prompt.research.vit.catalog import LoadedBackbone, load_backbone
+from coda_prompt.research.vit.vit import ViT
 from coda_prompt.storage.files import as_json
-from coda_prompt.training.loading import Views
-from coda_prompt.training.local import LocalDevice
-from coda_prompt.training.settings import Training
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

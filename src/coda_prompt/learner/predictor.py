@@ -12,21 +12,20 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from coda_prompt.data.images import eval_view, required_min_side
-from coda_prompt.data.inputs import as_image
-from coda_prompt.data.sources import Split
 from coda_prompt.errors import BadImage, BadImages, BadOption, CorruptFile
+from coda_prompt.images.inputs import as_image
+from coda_prompt.images.preprocessing import Preprocessing, eval_view, required_min_side
+from coda_prompt.images.sources import Split
 from coda_prompt.learner.typicality import UnknownScorer
 from coda_prompt.learner.unknown import (
     EVERYTHING_KNOWN,
     UnknownDetector,
     UnknownRule,
 )
-from coda_prompt.methods import Method
-from coda_prompt.model.vit import Images
-from coda_prompt.preprocessing import Preprocessing
-from coda_prompt.training.local import LocalDevice
-from coda_prompt.training.settings import Event
+from coda_prompt.research.methods import Method
+from coda_prompt.research.training.local import LocalDevice
+from coda_prompt.research.training.settings import Event
+from coda_prompt.research.vit.vit import Images
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -104,8 +103,8 @@ class Predictor:
             decode: Given the shorter side in pixels that suffices, returns the image: a larger
                 JPEG file can be decoded at reduced size.
         """
-        image = decode(required_min_side(self.preprocessing, None))
-        return eval_view(image, self.preprocessing, self.resize)
+        image = decode(required_min_side(self.preprocessing))
+        return torch.from_numpy(eval_view(image, self.preprocessing, self.resize))
 
     @cached_property
     def scorer(self) -> UnknownScorer:

@@ -10,14 +10,14 @@ from coda_prompt.learner import loading, store
 from coda_prompt.learner.estimator import Estimator
 from coda_prompt.learner.store import EditRecord, TaskRecord
 from coda_prompt.learner.versions import History, stored_versions
-from coda_prompt.model.catalog import LoadedBackbone
+from coda_prompt.research.vit.catalog import LoadedBackbone
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
     from typing_extensions import Self
 
-    from coda_prompt.training.checkpointing import Checkpointer
-    from coda_prompt.training.local import LocalDevice, PredictionPrecision
+    from coda_prompt.research.training.checkpointing import Checkpointer
+    from coda_prompt.research.training.local import LocalDevice, PredictionPrecision
 
 
 class SavedEstimator(Estimator):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from coda_prompt.errors import BadOption
-from coda_prompt.methods.moments import FeatureMoments
-from coda_prompt.methods.shrinkage import shrink_covariance
-from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.seeding import keyed_generator
+from coda_prompt.research.methods.moments import FeatureMoments
+from coda_prompt.research.methods.shrinkage import shrink_covariance
+from coda_prompt.research.seeding import keyed_generator
+from coda_prompt.research.vit.catalog import LoadedBackbone
 from coda_prompt.storage.tensors import decode_tensors
 
 FAR = 6.0

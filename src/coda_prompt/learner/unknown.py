@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption, CorruptFile
 from coda_prompt.learner.typicality import BINS, Prior, UnknownScorer, histogram_bins
-from coda_prompt.methods.bank import Bank, ClassRows, CPUModule
-from coda_prompt.methods.moments import FeatureMoments
+from coda_prompt.research.methods.bank import Bank, ClassRows, CPUModule
+from coda_prompt.research.methods.moments import FeatureMoments
 
 CONTRADICTION = "its statistics of unknown images contradict each other"
 PREFIX = "unknown."

@@ -19,8 +19,8 @@ from starlette.types import Lifespan
 from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
+from coda_prompt.images.preprocessing import input_kind
 from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
-from coda_prompt.preprocessing import input_kind
 from coda_prompt.serve import downloads, editing, schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.editing import CurrentService

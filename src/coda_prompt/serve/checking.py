@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from coda_prompt.data.pocket import pocket_source
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.results import Learned
+from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.serve.uploads import Example, decode_image
 
 TEST_DRAWINGS = 5

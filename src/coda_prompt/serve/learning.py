@@ -27,10 +27,10 @@ from PIL import Image
 from coda_prompt.errors import CodaError
 from coda_prompt.learner import checks, store
 from coda_prompt.learner.classifier import ContinualClassifier
+from coda_prompt.research.training.settings import Event
 from coda_prompt.serve.checking import CheckImages
 from coda_prompt.serve.uploads import Example, decode_image
 from coda_prompt.shutdown import exit_with_parent
-from coda_prompt.training.settings import Event
 
 PROGRESS_INTERVAL = 0.2
 """Seconds between two progress lines."""
@@ -111,7 +111,7 @@ class Teacher:
 
     def warm_up(self) -> None:
         """Load the model and run its backbone once. Errors are those of the next lesson."""
-        import coda_prompt.training.engine  # noqa: F401 (slow; lessons import it when they start)
+        import coda_prompt.research.training.engine  # noqa: F401 (slow; lessons import it when they start)
 
         with contextlib.suppress(CodaError, OSError):
             classifier = self._current()

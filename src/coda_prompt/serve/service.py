@@ -16,6 +16,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from coda_prompt.errors import CodaError
+from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.learner import store
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.editing import edited
@@ -23,13 +24,12 @@ from coda_prompt.learner.explanation import Explanation, explain
 from coda_prompt.learner.predictor import Predictor
 from coda_prompt.learner.typicality import images_needed
 from coda_prompt.learner.unknown import DEFAULT_RATE
-from coda_prompt.model.catalog import LoadedBackbone
-from coda_prompt.preprocessing import Preprocessing
+from coda_prompt.research.training.local import PredictionPrecision, find_device
+from coda_prompt.research.vit.catalog import LoadedBackbone
 from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
 from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
-from coda_prompt.training.local import PredictionPrecision, find_device
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""

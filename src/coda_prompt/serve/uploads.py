@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from PIL import Image
 
 from coda_prompt.console import class_name
-from coda_prompt.data.images import (
+from coda_prompt.errors import BadImage, CodaError
+from coda_prompt.images.reading import (
     FORMATS,
     SUFFIXES,
     convert_channels,
@@ -21,7 +22,6 @@ from coda_prompt.data.images import (
     open_image,
     supports_heic,
 )
-from coda_prompt.errors import BadImage, CodaError
 
 MAX_UPLOAD_BYTES, MAX_EDIT_BYTES = 64 * 2**20, 2**20
 """Bodies of requests with and without files."""

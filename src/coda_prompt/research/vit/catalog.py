@@ -1,0 +1,325 @@
+"""Backbones by name: architecture, preprocessing and where their weights are.
+
+A backbone is written `NAME`, `NAME@SIZE` (other input size), `NAME=PATH` (its weights in a local
+file) or `PATH` (any `.safetensors` file).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import InitVar, dataclass, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from coda_prompt.encoder.download import fetch
+from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.images.preprocessing import Preprocessing
+from coda_prompt.research.vit.vit import ViT, ViTConfig
+from coda_prompt.research.vit.weights import (
+    convert_checkpoint,
+    expected_layout,
+    infer_config,
+    load_weights,
+    read_description,
+    read_layout,
+    read_weights,
+    write_weights,
+)
+from coda_prompt.storage.files import file_sha256
+
+__all__ = [
+    "CATALOG",
+    "Backbone",
+    "LoadedBackbone",
+    "convert_checkpoint",
+    "load_backbone",
+    "load_weights",
+    "parse_backbone",
+    "read_weights",
+    "write_weights",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A named set of weights."""
+
+    name: str
+    description: str
+    file: str
+    repository: str | None
+    """Hub repository of `file`; None if the file is embedded in this package."""
+    config: ViTConfig | None
+    """None if stated in the file's metadata, as in embedded files."""
+    preprocessing: Preprocessing | None
+    """None if stated in the file's metadata."""
+    classes: int = 0
+    """Rows of the classifier in the file, which is not used; 0: none."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedBackbone:
+    """A frozen ViT in evaluation mode and its origin."""
+
+    name: str
+    """As in the catalogue, with the size if one was given; of an unknown file, its path."""
+    vit: ViT
+    preprocessing: Preprocessing
+    sha256: str
+    revision: str | None
+    """Commit of the hub repository; None if the file was not downloaded."""
+    path: Path | None = None
+    """The local file; None if it is embedded or was downloaded."""
+    known_fingerprint: InitVar[str | None] = None
+    """Of an embedded file: hashing it as float32 takes longer than loading it. `replace` with
+    another ViT does not copy it."""
+
+    def __post_init__(self, known_fingerprint: str | None) -> None:
+        if known_fingerprint is not None:
+            self.__dict__["fingerprint"] = known_fingerprint
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the weights."""
+        return self.vit.fingerprint()
+
+
+_FINGERPRINTS = MappingProxyType(
+    {
+        "7d73299c9d5df6fcb72811af9ec896ffe0df231953b27f91b1769a27e3f5039d": (  # photo
+            "836805752e92d4cd6b03af427962c2786778f1e8141c69be1104695b8d840387"
+        ),
+        "7aa34708e6c475aa0efdac3d5e071ce2abb8bf40c6d8e8dc7d521f51ff2f343d": (  # pocket
+            "2a25eb51555199f24214c555299d1a2e33175e77874ccecf289dbbbdfd9e7872"
+        ),
+    }
+)
+"""Hashes of the embedded files -> hashes of their weights at their own image size."""
+
+
+_TINY = ViTConfig(width=192, heads=3, mlp_width=768)
+_SMALL = ViTConfig(width=384, heads=6, mlp_width=1536)
+_BASE = ViTConfig()
+# The 37 x 37 positions in the file (518 px images) are resampled to 16 x 16.
+_SMALL_14 = ViTConfig(patch_size=14, width=384, heads=6, mlp_width=1536, layer_scale=True)
+_SMALL_14_REGISTERS = replace(_SMALL_14, registers=4, position_for_class=False)
+_CLIP = ViTConfig(pre_norm=True, norm_eps=1e-5)
+_BASE_ROTARY = ViTConfig(image_size=256, registers=4, layer_scale=True, norm_eps=1e-5, rotary=True)
+_SMALL_ROTARY = replace(_BASE_ROTARY, width=384, heads=6, mlp_width=1536)
+
+_MEAN_STD_HALF = Preprocessing()
+_IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+_IMAGENET_256 = replace(_IMAGENET, size=256)
+_MEAN_STD_CLIP = Preprocessing(
+    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
+)
+
+
+def _embedded(name: str, description: str) -> Backbone:
+    description = f"{description}; no download"
+    return Backbone(name, description, f"{name}-vit.safetensors", None, None, None)
+
+
+def _on_hub(
+    name: str,
+    repository: str,
+    config: ViTConfig,
+    preprocessing: Preprocessing,
+    megabytes: int,
+    description: str,
+    classes: int = 0,
+) -> Backbone:
+    file, repository = "model.safetensors", f"timm/{repository}"
+    description = f"{description}; about {megabytes} MB"
+    return Backbone(name, description, file, repository, config, preprocessing, classes)
+
+
+_B16, _DINO = "vit_base_patch16_224", "self-supervised on ImageNet-1k"
+_DINOV2 = "self-supervised on LVD-142M"
+_DINOV3 = "self-supervised on LVD-1689M, DINOv3 licence, unverified"
+_BACKBONES = (
+    _embedded("pocket", "small ViT for drawings"),
+    _embedded("photo", "ViT-S/14 for photographs"),
+    _on_hub("vit-b16-in1k", f"{_B16}.augreg_in21k_ft_in1k", _BASE, _MEAN_STD_HALF, 346,
+            "ViT-B/16 of the paper, ImageNet-21k then ImageNet-1k", 1000),
+    _on_hub("vit-b16-in21k", f"{_B16}.augreg_in21k", _BASE, _MEAN_STD_HALF, 410,
+            "ViT-B/16, ImageNet-21k only", 21843),
+    _on_hub("deit-tiny", "deit_tiny_patch16_224.fb_in1k", _TINY, _IMAGENET, 23,
+            "DeiT-Tiny/16, ImageNet-1k", 1000),
+    _on_hub("deit-small", "deit_small_patch16_224.fb_in1k", _SMALL, _IMAGENET, 88,
+            "DeiT-Small/16, ImageNet-1k", 1000),
+    _on_hub("dino-s16", "vit_small_patch16_224.dino", _SMALL, _IMAGENET, 87,
+            f"DINO ViT-S/16, {_DINO}"),
+    _on_hub("dino-b16", f"{_B16}.dino", _BASE, _IMAGENET, 343, f"DINO ViT-B/16, {_DINO}"),
+    _on_hub("dinov2-s14", "vit_small_patch14_dinov2.lvd142m", _SMALL_14, _IMAGENET, 88,
+            f"DINOv2 ViT-S/14, {_DINOV2}"),
+    _on_hub("dinov2-s14-reg", "vit_small_patch14_reg4_dinov2.lvd142m", _SMALL_14_REGISTERS,
+            _IMAGENET, 88, f"DINOv2 ViT-S/14 with 4 registers, {_DINOV2}"),
+    _on_hub("dinov3-s16", "vit_small_patch16_dinov3.lvd1689m", _SMALL_ROTARY, _IMAGENET_256, 86,
+            f"DINOv3 ViT-S/16, {_DINOV3}"),
+    _on_hub("dinov3-b16", "vit_base_patch16_dinov3.lvd1689m", _BASE_ROTARY, _IMAGENET_256, 343,
+            f"DINOv3 ViT-B/16, {_DINOV3}"),
+    _on_hub("mae-b16", f"{_B16}.mae", _BASE, _IMAGENET, 343,
+            f"MAE ViT-B/16, {_DINO}, licence CC BY-NC 4.0"),
+    _on_hub("clip-b16-openai", "vit_base_patch16_clip_224.openai", replace(_CLIP, quick_gelu=True),
+            _MEAN_STD_CLIP, 345, "OpenAI's CLIP ViT-B/16 before the projection, unverified", 512),
+    _on_hub("clip-b16-laion2b", "vit_base_patch16_clip_224.laion2b", _CLIP, _MEAN_STD_CLIP, 345,
+            "OpenCLIP ViT-B/16 on LAION-2B before the projection, unverified", 512),
+)  # fmt: skip
+
+CATALOG: Mapping[str, Backbone] = MappingProxyType(
+    {backbone.name: backbone for backbone in _BACKBONES}
+)
+
+
+def parse_backbone(text: str) -> tuple[Backbone | None, int | None, Path | None]:
+    """Split `NAME`, `NAME@SIZE`, `NAME=PATH`, `NAME@SIZE=PATH` or `PATH` into its parts.
+
+    Raises:
+        BadOption: The size is not a number.
+        UnknownName: It is neither a name in `CATALOG` nor a path.
+    """
+    before, equals, path = text.partition("=")
+    name, at, size = before.partition("@")
+    if name not in CATALOG:
+        misnamed = bool(equals) and Path(before).name == before and not Path(text).is_file()
+        if misnamed or not _looks_like_path(text):
+            raise UnknownName("backbone", name, CATALOG)
+        return None, None, Path(text)
+    if (at and not re.fullmatch("[0-9]{1,5}", size)) or (equals and not path):
+        problem = f"'{text}' is none of NAME, NAME@SIZE, NAME=PATH and PATH"
+        raise BadOption("the backbone", "name", problem)
+    return CATALOG[name], int(size) if at else None, Path(path) if equals else None
+
+
+def load_backbone(
+    text: str,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+    download: bool = True,
+) -> LoadedBackbone:
+    """Load a frozen backbone by name, from a local file, or both.
+
+    A file's metadata state architecture and preprocessing; otherwise they are those of the named
+    backbone, else of the one in the catalogue with the same tensors, else inferred with a warning.
+
+    Args:
+        text: `NAME`, `NAME@SIZE` (pixels; positions are resampled), `NAME=PATH` or `PATH`.
+        cache: Folder of the hub's cache; by default that of huggingface_hub.
+        endpoint: URL of the hub; by default that of huggingface_hub.
+        download: Whether weights may be downloaded that are not in the cache.
+
+    Raises:
+        BadOption: The size does not fit the patches.
+        UnknownName: There is no such backbone.
+        BackboneUnavailable: The weights cannot be downloaded.
+        MissingData: They would have to be downloaded without `download`.
+        WeightsMismatch: A file does not have the tensors of the named backbone.
+
+    Example:
+        >>> backbone = load_backbone("photo@224")
+        >>> features = backbone.vit.features(images)
+    """
+    backbone, size, local = parse_backbone(text)
+    name, pin = text.partition("=")[0] if backbone else text, None
+    with contextlib.ExitStack() as stack:
+        if local is not None:
+            path = local
+            config, preprocessing, recognised = _describe(path, backbone)
+            name = name if backbone else recognised or text
+        elif backbone is not None and backbone.repository is not None:
+            path, pin = fetch(
+                *(backbone.name, backbone.repository, backbone.file),
+                cache=cache, endpoint=endpoint, download=download,
+            )  # fmt: skip
+            config, preprocessing = _architecture(backbone)
+        else:
+            assert backbone is not None
+            path = stack.enter_context(_embedded_file(backbone))
+            config, preprocessing = _architecture(backbone)
+        if size is not None:
+            config, preprocessing = _resized(config, preprocessing, size)
+        with torch.device("meta"):
+            vit = ViT(config)
+        load_weights(vit, path)
+        vit.requires_grad_(False).eval()
+        sha256, revision = (pin.sha256, pin.revision) if pin else (file_sha256(path), None)
+    fingerprint = _FINGERPRINTS.get(sha256) if size is None else None
+    return LoadedBackbone(name, vit, preprocessing, sha256, revision, local, fingerprint)
+
+
+def _resized(
+    config: ViTConfig, preprocessing: Preprocessing, size: int
+) -> tuple[ViTConfig, Preprocessing]:
+    """Return the same architecture for images of another size."""
+    if config.stem or size % config.patch_size or not size:
+        problem = f"{size} px is not a multiple of its patches of {config.patch_size} px"
+        raise BadOption("the backbone", "size", problem)
+    return replace(config, image_size=size), replace(preprocessing, size=size)
+
+
+def _describe(path: Path, named: Backbone | None) -> tuple[ViTConfig, Preprocessing, str | None]:
+    """Return architecture, preprocessing and the name of a file that is known by its tensors."""
+    config, preprocessing = read_description(path)
+    if config is not None and preprocessing is not None:
+        return config, preprocessing, None
+    candidates = [named] if named else _recognise(path)
+    if candidates:
+        config_named, preprocessing_named = _architecture(candidates[0])
+        name = candidates[0].name if len(candidates) == 1 else None
+        return config or config_named, preprocessing or preprocessing_named, name
+    config = config or infer_config(path)
+    half = (0.5,) * config.channels
+    preprocessing = preprocessing or Preprocessing(config.image_size, config.channels, half, half)
+    log.warning(
+        "%s does not state its architecture and preprocessing, and its tensors are not those of "
+        "one backbone in the catalogue. Assumed: %s; %s. If that is wrong, name the backbone it "
+        "belongs to: NAME=%s ('coda backbones' lists the names).",
+        path,
+        config,
+        preprocessing,
+        path,
+    )
+    return config, preprocessing, None
+
+
+def _recognise(path: Path) -> list[Backbone]:
+    """Return the backbones with the tensors of a file, if they are one architecture and input."""
+    shapes, classes = read_layout(path)
+    same = [
+        backbone
+        for backbone in CATALOG.values()
+        if backbone.config is not None and expected_layout(backbone.config) == shapes
+    ]
+    candidates = [backbone for backbone in same if backbone.classes == classes] or same
+    kinds = {(backbone.config, backbone.preprocessing) for backbone in candidates}
+    return candidates if len(kinds) == 1 else []
+
+
+def _architecture(backbone: Backbone) -> tuple[ViTConfig, Preprocessing]:
+    if backbone.config is not None and backbone.preprocessing is not None:
+        return backbone.config, backbone.preprocessing
+    with _embedded_file(backbone) as path:
+        config, preprocessing, _ = _describe(path, None)
+        return config, preprocessing
+
+
+@contextlib.contextmanager
+def _embedded_file(backbone: Backbone) -> Iterator[Path]:
+    asset = resources.files("coda_prompt") / "assets" / backbone.file
+    with resources.as_file(asset) as path:
+        yield path
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.endswith(".safetensors") or Path(text).name != text or Path(text).is_file()
