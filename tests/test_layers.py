@@ -22,7 +22,7 @@ ROOT = Path(coda_prompt.__file__).parent
 LAYERS = [
     {"errors", "seeding", "storage", "console", "shutdown"},
     {"images"},
-    {"encoder"},
+    {"encoder", "statistics"},
     {"research.seeding", "research.vit", "research.streams"},
     {"research.methods"},
     {"research.training"},

@@ -1,0 +1,225 @@
+"""Classifiers in closed form: class means, with one covariance of all classes or a regression.
+
+`ranpac`, `slda` and `ncm` are one classifier with two choices, the map of the features and the
+covariance:
+
+- ranpac: ridge regression on random features (McDonnell et al., NeurIPS 2023,
+  https://arxiv.org/abs/2307.02251).
+- slda: Gaussian classes with one shared covariance (Hayes and Kanan, CVPR Workshops 2020,
+  https://arxiv.org/abs/1909.01520). The published form has `features="plain", shrinkage=1e-4`.
+- ncm: the nearest class mean by cosine similarity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.linalg import LinAlgError
+from numpy.typing import NDArray
+
+from coda_prompt.errors import CannotEdit, CorruptFile
+from coda_prompt.statistics.algebra import Array, Arrays, checked, inverse_factor, unit
+from coda_prompt.statistics.features import FeatureMap
+from coda_prompt.statistics.moments import Moments, shrink_covariance
+from coda_prompt.statistics.ridge import add_blended, solve_ridge
+
+SOLVED = ("weight", "bias")
+"""Arrays of a classifier that follow from the others."""
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """Options of a classifier in closed form."""
+
+    features: Literal["plain", "unit", "random"]
+    """Features as they are, scaled to unit length, or random features of them."""
+    covariance: Literal["none", "shared", "ridge"]
+    """Cosine similarity to class means; one covariance of all classes; or a ridge regression."""
+    width: int = 2048
+    """Number of random features."""
+    seed: int = 0
+    """Of the random features."""
+    removable: bool = False
+    """Store the second moments of each class apart, so that it can be forgotten."""
+    shrinkage: float | None = None
+    """Share of a multiple of the identity in the shared covariance. Default: the square root of the
+    oracle approximating shrinkage, which falls with the number of images."""
+    ridge: float | Literal["relative"] = "relative"
+    """Ridge parameter. `relative`: in proportion to the mean squared length of an image's random
+    features, which needs no choice."""
+    blend: bool = True
+    """Use class means in the Gram matrix of a ridge regression where one image dominates a random
+    feature, so that it contains no single image's features. With `removable`: within each class."""
+    balance: bool = True
+    """Weight all classes equally in a ridge regression, regardless of their number of images."""
+
+
+OPTIONS: Mapping[str, ClassifierOptions] = MappingProxyType(
+    {
+        "ranpac": ClassifierOptions("random", "ridge"),
+        "slda": ClassifierOptions("unit", "shared"),
+        "ncm": ClassifierOptions("plain", "none"),
+    }
+)
+TEMPERATURES = MappingProxyType({"none": 0.065, "shared": 1.0, "ridge": 0.1})
+"""By covariance: typical of the values fitted to probabilities."""
+ABSENT = MappingProxyType({"none": -1.0, "shared": -np.inf, "ridge": 0.0})
+"""By covariance: the score of a class without images."""
+
+
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """A classifier of features, solved from their moments.
+
+    Example:
+        >>> classifier = Classifier.empty(OPTIONS["slda"], 384)
+        >>> classifier = classifier.learned(features, labels, classes=10)
+        >>> classifier.scores(features).argmax(axis=1)
+    """
+
+    options: ClassifierOptions
+    mapping: FeatureMap
+    moments: Moments
+    """Of the mapped features."""
+    weight: NDArray[np.float32]
+    """Classes x mapped features: scores are products with it."""
+    bias: NDArray[np.float64]
+    """Added to the scores of each class."""
+
+    @classmethod
+    def empty(
+        cls, options: ClassifierOptions, feature_width: int, projection: Array | None = None
+    ) -> Classifier:
+        """Return a classifier without classes.
+
+        Args:
+            options: What kind of classifier.
+            feature_width: Length of the features of an image.
+            projection: Of the random features, if it is not to be drawn from the seed.
+        """
+        width = options.width if options.features == "random" else feature_width
+        mapping = FeatureMap(options.features, feature_width, width, options.seed, projection)
+        second = options.covariance != "none"
+        moments = Moments.empty(width, options.removable, second)
+        return cls(options, mapping, moments, np.zeros((0, width), np.float32), np.zeros(0))
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.bias)
+
+    @property
+    def default_temperature(self) -> float:
+        """The temperature of probabilities while there is nothing to fit it on."""
+        return TEMPERATURES[self.options.covariance]
+
+    # -- prediction
+
+    def scores(self, features: Array) -> NDArray[np.float64]:
+        """Compute the scores of images, n x classes."""
+        mapped = self.mapping(features)
+        if self.options.covariance == "none":
+            mapped = unit(mapped)
+        scores = (mapped @ self.weight.T).astype(np.float64) + self.bias
+        scores[:, self.moments.counts == 0] = ABSENT[self.options.covariance]
+        return scores
+
+    def distances(self, features: Array) -> NDArray[np.float64]:
+        """Compute 1 - the cosine similarity of mapped features to class means, n x classes."""
+        mapped = unit(self.mapping(features).astype(np.float64))
+        distances: NDArray[np.float64] = 1 - mapped @ unit(self.moments.means()).T
+        return distances
+
+    # -- learning and editing
+
+    def learned(self, features: Array, labels: Array, classes: int) -> Classifier:
+        """Add the images of a lesson.
+
+        Args:
+            features: One row for each image.
+            labels: The row of the class of each image.
+            classes: Number of classes after the lesson.
+        """
+        moments, options = self.moments.grown(classes), self.options
+        if options.covariance == "ridge" and options.blend:
+            return self._solved(add_blended(moments, self.mapping, features, labels))
+        return self._solved(moments.added(features, labels, self.mapping))
+
+    def without_classes(self, rows: Sequence[int]) -> Classifier:
+        """Remove classes; later classes move up. Shared sums lose what can be told apart."""
+        return self._solved(self.moments.without_classes(rows))
+
+    def united(self, rows: Sequence[int], into: int) -> Classifier:
+        """Add up the classes at `rows` in row `into`, one of them, and remove the others."""
+        return self._solved(self.moments.united(rows, into))
+
+    def joined(self, other: Classifier, rows: Sequence[int]) -> Classifier:
+        """Add what another classifier has learned; `rows[k]` is the row here of its class k.
+
+        Raises:
+            CannotEdit: It has other options, or other random features.
+        """
+        if replace(other.options, seed=self.options.seed) != self.options:
+            raise CannotEdit("the models were made with different methods or options")
+        if self.options.features == "random" and other.options.seed != self.options.seed:
+            raise CannotEdit("the models have different random features; use one seed for both")
+        return self._solved(self.moments.joined(other.moments, rows))
+
+    def moved(self, features: Array, source: int, labels: Array) -> Classifier:
+        """Move images from the class in row `source` to the classes in rows `labels`."""
+        return self._solved(self.moments.moved(self.mapping(features), source, labels))
+
+    def _solved(self, moments: Moments) -> Classifier:
+        """Return the classifier that follows from moments.
+
+        Raises:
+            CorruptFile: They contradict each other.
+        """
+        try:
+            weight, bias = _solve(moments, self.options)
+        except LinAlgError as error:
+            raise CorruptFile("The model", "its statistics contradict each other") from error
+        return replace(self, moments=moments, weight=weight.astype(np.float32), bias=bias)
+
+    # -- storage
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays to store, with the weights: predicting solves nothing."""
+        return {**self.moments.arrays(), "weight": self.weight, "bias": self.bias}
+
+    @classmethod
+    def of_arrays(
+        cls, options: ClassifierOptions, feature_width: int, arrays: Arrays, classes: int
+    ) -> Classifier:
+        """Return the classifier whose `arrays` were stored.
+
+        Raises:
+            ValueError: The arrays contradict each other or the other arguments.
+        """
+        empty = cls.empty(options, feature_width)
+        width, removable = empty.mapping.width, options.removable
+        weight = checked(arrays, "weight", (classes, width), np.float32)
+        bias = checked(arrays, "bias", (classes,), np.float64)
+        sums = {name: array for name, array in arrays.items() if name not in SOLVED}
+        moments = Moments.of_arrays(sums, width, removable, options.covariance != "none")
+        if not moments.is_consistent(classes):
+            raise ValueError(f"the arrays have {len(moments.counts)} classes, not {classes}")
+        return replace(empty, moments=moments, weight=weight, bias=bias)
+
+
+def _solve(moments: Moments, options: ClassifierOptions) -> tuple[Array, Array]:
+    """Return the weights, classes x features, and the bias of each class."""
+    means = moments.means()
+    bias = np.zeros(len(means))
+    if options.covariance == "none":
+        return unit(means), bias
+    if options.covariance == "ridge":
+        return solve_ridge(moments, options.ridge, balance=options.balance), bias
+    covariance, freedom = moments.covariance()
+    inverse = inverse_factor(shrink_covariance(covariance, freedom, options.shrinkage))
+    weight = (means @ inverse.T) @ inverse
+    return weight, -(weight * means).sum(axis=1) / 2
