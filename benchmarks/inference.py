@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime  # type: ignore[import-untyped]
+import onnxruntime
 import torch
 from numpy.typing import NDArray
-from onnxruntime.quantization import (  # type: ignore[import-untyped]
+from onnxruntime.quantization import (
     CalibrationDataReader,
     CalibrationMethod,
     QuantType,
     quantize_dynamic,
     quantize_static,
 )
-from onnxruntime.quantization.shape_inference import (  # type: ignore[import-untyped]
+from onnxruntime.quantization.shape_inference import (
     quant_pre_process,
 )
 from speed import machine, show

@@ -25,6 +25,7 @@ LAYERS = [
     {"encoder", "statistics"},
     {"research.seeding", "research.vit", "research.streams"},
     {"research.methods"},
+    {"research.export"},
     {"research.training"},
     {"learner"},
     {"research.bench", "serve"},

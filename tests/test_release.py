@@ -80,7 +80,7 @@ def test_the_wheel_is_small_and_runs_pocket_by_itself(tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     photo = ROOT / "src" / "coda_prompt" / "assets" / "photo-vit.safetensors"
-    assert wheel.stat().st_size < (57e6 if photo.exists() else 12e6)
+    assert wheel.stat().st_size < (80e6 if photo.exists() else 12e6)
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
     assets = ["pocket-drawings.npz", "pocket-vit.safetensors", "LICENSE-quickdraw.md"]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime  # type: ignore[import-untyped]
+import onnxruntime
 import torch
 from photo_data import Bytes, Photographs, load
 from safetensors.torch import load_file, save_file
