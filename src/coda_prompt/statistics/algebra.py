@@ -30,18 +30,18 @@ def inverse_factor(matrix: Array) -> Array:
     Raises:
         LinAlgError: The matrix is not positive definite.
     """
-    return _inverse_triangle(np.linalg.cholesky(matrix))
+    return inverse_triangle(np.linalg.cholesky(matrix))
 
 
-def _inverse_triangle(lower: Array) -> Array:
+def inverse_triangle(lower: Array) -> Array:
     """Invert a lower triangle by its halves: NumPy has no solver for triangles."""
     width = len(lower)
     if width <= SMALL:
         return np.tril(np.linalg.inv(lower))
     half = width // 2
     inverse = np.zeros_like(lower)
-    first = inverse[:half, :half] = _inverse_triangle(lower[:half, :half])
-    second = inverse[half:, half:] = _inverse_triangle(lower[half:, half:])
+    first = inverse[:half, :half] = inverse_triangle(lower[:half, :half])
+    second = inverse[half:, half:] = inverse_triangle(lower[half:, half:])
     inverse[half:, :half] = -second @ (lower[half:, :half] @ first)
     return inverse
 

@@ -32,15 +32,26 @@ CHUNK_SIZE = 1024
 """Images added at once, which bounds the memory for their features in float64."""
 
 
+def oracle_shrinkage(covariance: Array, freedom: int) -> float:
+    """Return the share of the identity for `shrink_covariance`; 1 if the covariance is zero.
+
+    The square root of the oracle approximating shrinkage (Chen et al. 2010,
+    https://arxiv.org/abs/0907.4698, eq. 23), which falls with the number of images.
+    """
+    width, trace = len(covariance), float(np.trace(covariance))
+    squares = float(np.vdot(covariance, covariance))
+    numerator = (1 - 2 / width) * squares + trace**2
+    denominator = (freedom + 1 - 2 / width) * (squares - trace**2 / width)
+    return min(1.0, numerator / denominator) ** 0.5 if trace > 0 and denominator > 0 else 1.0
+
+
 def shrink_covariance(covariance: Array, freedom: int, shrinkage: float | None = None) -> Array:
     """Mix a covariance with a multiple of the identity of the same trace.
 
     Args:
         covariance: D x D.
         freedom: Its degrees of freedom.
-        shrinkage: Share of the identity. Default: the square root of the oracle approximating
-            shrinkage (Chen et al. 2010, https://arxiv.org/abs/0907.4698, eq. 23), which falls with
-            the number of images.
+        shrinkage: Share of the identity. Default: `oracle_shrinkage`.
 
     Returns:
         The mixture; the identity if the covariance is zero, as with one image per class.
@@ -49,10 +60,7 @@ def shrink_covariance(covariance: Array, freedom: int, shrinkage: float | None =
     if trace <= 0:
         return np.eye(width)
     if shrinkage is None:
-        squares = float(np.vdot(covariance, covariance))
-        numerator = (1 - 2 / width) * squares + trace**2
-        denominator = (freedom + 1 - 2 / width) * (squares - trace**2 / width)
-        shrinkage = min(1.0, numerator / denominator) ** 0.5 if denominator > 0 else 1.0
+        shrinkage = oracle_shrinkage(covariance, freedom)
     shrunk: Array = (1 - shrinkage) * covariance
     shrunk.flat[:: width + 1] += shrinkage * trace / width
     return shrunk
