@@ -28,6 +28,7 @@ from coda_prompt.research.methods.moments import FeatureMoments
 from coda_prompt.research.streams.pocket import STRENGTH
 from coda_prompt.research.streams.renditions import render, style_index
 from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.tensors import as_arrays
 from coda_prompt.storage.tensors import write_tensors
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     tensors = {"covariance": moments.covariance()[0], "class_means": moments.means()}
     path = options.output / "pocket-statistics.safetensors"
     description = {"fingerprint": backbone.fingerprint, "images": len(features)}
-    write_tensors(path, {name: each.float() for name, each in tensors.items()}, description)
+    write_tensors(path, as_arrays({name: each.float() for name, each in tensors.items()}), description)
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, of {len(features)} drawings")
 
 

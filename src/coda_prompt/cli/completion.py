@@ -33,10 +33,10 @@ def complete_preset(incomplete: str) -> list[str]:
 
 def complete_class(context: typer.Context, incomplete: str) -> list[str]:
     """Return the classes of the command's model that start like this."""
-    from coda_prompt.learner.store import read_description
+    from coda_prompt.learner.folder import ModelFolder
 
     try:
-        classes = read_description(Path(context.params["model"])).classes
+        classes = ModelFolder(Path(context.params["model"])).description().classes
     except (CodaError, OSError, KeyError, TypeError):
         return []  # there is no model yet
     return [name for name in classes if name.startswith(incomplete)]

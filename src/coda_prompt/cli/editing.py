@@ -15,7 +15,7 @@ from coda_prompt.errors import BadOption, CorruptFile, UnknownName, counted, joi
 
 if TYPE_CHECKING:
     from coda_prompt.learner.classifier import ContinualClassifier
-    from coda_prompt.learner.store import Model
+    from coda_prompt.learner.folder import Version
 
 app = typer.Typer()
 
@@ -29,13 +29,12 @@ def rename(
     old: ClassName,
     new: Annotated[str, typer.Argument(help="Its new name.")],
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
     as_json: options.AsJson = False,
     *,
     output: console.Output,
 ) -> None:
     """Rename a class."""
-    with _edited(model, backbone, method) as classifier:
+    with _edited(model, backbone) as classifier:
         classifier.rename(old, new)
     _print_state(model, f"{old} is now {console.class_name(new)}", as_json, output)
 
@@ -49,13 +48,12 @@ def merge_classes(
     ],
     into: Annotated[str, typer.Option(help="Name of the class they become.")],
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
     as_json: options.AsJson = False,
     *,
     output: console.Output,
 ) -> None:
     """Merge classes into one, as if they had been taught under one name."""
-    with _edited(model, backbone, method) as classifier:
+    with _edited(model, backbone) as classifier:
         classifier.merge_classes(names, into)
     _print_state(model, f"{join_names(names)} are now {console.class_name(into)}", as_json, output)
 
@@ -67,21 +65,20 @@ def forget(
     name: ClassName,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
     as_json: options.AsJson = False,
     *,
     output: console.Output,
 ) -> None:
     """Remove a class from a model and all its versions. This cannot be undone."""
-    from coda_prompt.learner.store import read_description
+    from coda_prompt.learner.folder import ModelFolder
 
-    known, name = read_description(model).classes, console.class_name(name)
+    known, name = ModelFolder(model).description().classes, console.class_name(name)
     if name not in known:
         raise UnknownName("class", name, known, str(model))
     question = f"Remove {name} from {model} and all its versions? This cannot be undone."
     if not yes and not typer.confirm(question, err=True):
         raise typer.Exit(1)
-    with _edited(model, backbone, method, forgets=True) as classifier:
+    with _edited(model, backbone, forgets=True) as classifier:
         forgotten = classifier.forget(name)
     if as_json:
         console.print_json(dataclasses.asdict(forgotten))
@@ -104,7 +101,6 @@ def relabel(
         ),
     ],
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
     as_json: options.AsJson = False,
     *,
     output: console.Output,
@@ -114,7 +110,7 @@ def relabel(
     Whether they were taught cannot be checked: leave out images that were held out (`--val`) or
     never taught.
     """
-    with _edited(model, backbone, method) as classifier:
+    with _edited(model, backbone) as classifier:
         counts = classifier.relabel(folder, taught_as=taught_as)
     if as_json:
         console.print_json(counts)
@@ -135,12 +131,13 @@ def undo(
     output: console.Output,
 ) -> None:
     """Undo the newest lesson or edit: restores the previous version, bit for bit."""
-    from coda_prompt.learner import store
+    from coda_prompt.learner.folder import ModelFolder
 
+    folder = ModelFolder(model)
     with contextlib.suppress(CorruptFile):  # a damaged model can be undone, a missing one cannot
-        store.read_model(model)
-    with store.exclusive_writer(model) as at_end:
-        _print_restored(model, store.restore_version(model, at_end, to), as_json, output)
+        folder.read()
+    with folder.writing() as at_end:
+        _print_restored(model, folder.restore(at_end, to), as_json, output)
 
 
 @app.command(epilog="Example: `coda redo my-model`")
@@ -152,11 +149,12 @@ def redo(
     output: console.Output,
 ) -> None:
     """Restore the version that was undone last, bit for bit."""
-    from coda_prompt.learner import store
+    from coda_prompt.learner.folder import ModelFolder
 
-    store.read_model(model)
-    with store.exclusive_writer(model) as at_end:
-        _print_restored(model, store.restore_version(model, at_end, redo=True), as_json, output)
+    folder = ModelFolder(model)
+    folder.read()
+    with folder.writing() as at_end:
+        _print_restored(model, folder.restore(at_end, redo=True), as_json, output)
 
 
 @app.command(epilog="Example: `coda history my-model`")
@@ -165,12 +163,13 @@ def history(model: options.Model, as_json: options.AsJson = False) -> None:
 
     The cost is known for lessons whose command named images of older classes.
     """
-    from coda_prompt.learner import reports, store
+    from coda_prompt.learner import reports
     from coda_prompt.learner.card import share_of
-    from coda_prompt.learner.versions import stored_versions
+    from coda_prompt.learner.folder import ModelFolder
 
-    current = store.read_model(model)
-    found = reports.history(current, stored_versions(model, current.description), model)
+    folder = ModelFolder(model)
+    folder.description()  # raises if there is no model
+    found = reports.history(folder.versions(), model)
     if as_json:
         console.print_json(dataclasses.asdict(found))
         return
@@ -236,7 +235,6 @@ def merge(
         ),
     ] = False,
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
     as_json: options.AsJson = False,
     *,
     output: console.Output,
@@ -246,14 +244,13 @@ def merge(
     They need the same closed-form method and backbone. Classes of the same name are merged. Models
     that have learned the same images are refused.
     """
-    from coda_prompt.learner import store
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.folder import ModelFolder
 
-    if (out / store.MODEL).exists():
+    if ModelFolder(out).exists:
         raise BadOption("coda merge", "out", f"there is a model in {out} already")
     classifiers = [
-        ContinualClassifier.load(each, backbone=backbone, method=method, verbose=False)
-        for each in models
+        ContinualClassifier.load(each, backbone=backbone, verbose=False) for each in models
     ]
     joined = ContinualClassifier.merge(classifiers, count_twice=count_twice)
     joined.save(out)
@@ -261,15 +258,18 @@ def merge(
 
 
 def _edited(
-    model: Path, backbone: str | None, method: str | None, *, forgets: bool = False
+    model: Path, backbone: str | None, *, forgets: bool = False
 ) -> "AbstractContextManager[ContinualClassifier]":
     """Load a model for an edit and write it afterwards; nobody else writes in between."""
-    from coda_prompt.learner.editing import edited
+    from coda_prompt.learner.classifier import edited
+    from coda_prompt.learner.folder import ModelFolder
 
-    return edited(model, backbone=backbone, method=method, forgets=forgets)
+    return edited(ModelFolder(model), backbone=backbone, forgets=forgets)
 
 
-def _print_restored(model: Path, restored: "Model", as_json: bool, output: console.Output) -> None:
+def _print_restored(
+    model: Path, restored: "Version", as_json: bool, output: console.Output
+) -> None:
     description = restored.description
     if as_json:
         _print_version(restored)
@@ -282,9 +282,9 @@ def _print_restored(model: Path, restored: "Model", as_json: bool, output: conso
 
 def _print_state(model: Path, what: str, as_json: bool, output: console.Output) -> None:
     """Print an edit and what the model has now."""
-    from coda_prompt.learner import store
+    from coda_prompt.learner.folder import ModelFolder
 
-    current = store.read_model(model)
+    current = ModelFolder(model).current()
     if as_json:
         _print_version(current)
         return
@@ -292,6 +292,6 @@ def _print_state(model: Path, what: str, as_json: bool, output: console.Output) 
     output.message(f"{console.decode_file_name(str(model))}: {what}; {classes}")
 
 
-def _print_version(model: "Model") -> None:
+def _print_version(model: "Version") -> None:
     lessons, classes = len(model.description.tasks), model.description.classes
     console.print_json({"version": model.number, "tasks": lessons, "classes": classes})

@@ -1,6 +1,5 @@
 """Commands for one model: learn, evaluate, info, export."""
 
-import contextlib
 import dataclasses
 import os
 import shlex
@@ -14,13 +13,11 @@ import typer
 from coda_prompt import console
 from coda_prompt.cli import options
 from coda_prompt.errors import BadOption, MissingData, counted, join_names
-from coda_prompt.images.preprocessing import input_kind
 
 if TYPE_CHECKING:
-    from coda_prompt.images.labelled import Labelled
     from coda_prompt.learner.classifier import ContinualClassifier
+    from coda_prompt.learner.folder import ModelFolder
     from coda_prompt.learner.results import Evaluation, Learned
-    from coda_prompt.research.training.devices import Devices
 
 app = typer.Typer()
 
@@ -44,13 +41,9 @@ def learn(
     method: options.Method = None,
     removable: options.Removable = False,
     epochs: options.Epochs = None,
-    queries: options.Queries = None,
-    fast: options.Fast = False,
     val: options.Validation = 0.2,
     check: options.Check = None,
     find_duplicates: options.FindDuplicates = None,
-    device: options.Device = "auto",
-    precision: options.Precision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     *,
@@ -61,47 +54,41 @@ def learn(
     Subfolders named like known classes continue these classes. No image is stored.
     """
     from coda_prompt.images.labelled import labelled
-    from coda_prompt.learner import store
+    from coda_prompt.learner import findings
     from coda_prompt.learner.classifier import load_or_create
     from coda_prompt.learner.feedback import LearnerProgress
+    from coda_prompt.learner.folder import ModelFolder
     from coda_prompt.shutdown import ShutdownFlag
 
     options.check_order(model, folder)
-    devices = _devices(device, precision, queries, fast=fast)
-    stop = ShutdownFlag()
-    with devices.connected() as fabric, contextlib.ExitStack() as stack:
-        rank_zero = fabric.global_rank == 0
-        if rank_zero:
-            at_end = stack.enter_context(store.exclusive_writer(model))
-        one_stage = queries == "one-stage"
-        classifier = load_or_create(model, backbone, method, fabric, removable, one_stage)
-        views = _fast_views(classifier, epochs, devices.precision, output) if fast else None
+    target, stop = ModelFolder(model), ShutdownFlag()
+    with target.writing() as at_end:
+        classifier = load_or_create(target, backbone, method, removable)
         images = labelled(folder, skip_bad=skip_bad)
-        checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
         note = f"{images.fingerprint} {images.names}", len(classifier.tasks_)
-        if fabric.broadcast(rank_zero and store.begin_lesson(model, at_end, *note)):
+        if target.begin_lesson(at_end, *note):
             shown = console.escape_control_characters(str(model))
             typer.echo(ALREADY_LEARNED.format(shown), err=True)
             return
-        _print_lesson(classifier, images, checked, epochs, output)
-        stack.enter_context(stop.handling_signals())
-        with LearnerProgress(output.quiet) as progress:
+        if (chosen := classifier.choose_backbone(images)) is not None:
+            output.message(chosen)
+        made_of = f"{classifier.method_name} on {classifier.backbone_name}"
+        output.message(f"{findings.summary(images)}; {made_of}")
+        with stop.handling_signals(), LearnerProgress(output.quiet) as progress:
             learned = classifier.learn(
                 images,
                 validation=val,
-                check=checked,
+                check=None if check is None else str(check),
+                skip_bad=skip_bad,
                 epochs=epochs,
-                queries="exact" if fast else None if queries == "one-stage" else queries,
-                views=views,
                 find_duplicates=find_duplicates,
-                progress=model / store.PROGRESS,
+                progress=target.progress,
                 stop=stop,
-                on_event=progress.on_event,
+                on_progress=progress.on_progress,
             )
-        if rank_zero:
-            classifier.write(model)
-            _print_learned(learned, classifier, model, as_json)
-            at_end.callback(store.end_lesson, model)  # after that, the command is a new lesson
+            classifier.write(target)
+        _print_learned(learned, classifier, target, as_json, output)
+        at_end.callback(target.end_lesson)  # after that, the command is a new lesson
 
 
 @app.command(
@@ -116,9 +103,6 @@ def evaluate(
     unknown_rate: options.UnknownRate = 0.05,
     picture: options.Picture = None,
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
-    device: options.Device = "auto",
-    precision: options.PredictionPrecision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     *,
@@ -126,22 +110,20 @@ def evaluate(
 ) -> None:
     """Measure the accuracy of a model: overall, per class and per lesson; list its confusions."""
     from coda_prompt.learner.classifier import ContinualClassifier
-    from coda_prompt.learner.confusion import check_picture, draw_confusion
+    from coda_prompt.learner.evaluation import check_picture, draw_confusion
     from coda_prompt.learner.feedback import LearnerProgress
 
     options.check_order(model, folder)
     if picture is not None:
         check_picture(picture)
-    classifier = ContinualClassifier.load(
-        model, backbone=backbone, method=method, device=device, precision=precision
-    )
+    classifier = ContinualClassifier.load(model, backbone=backbone, verbose=False)
     with LearnerProgress(output.quiet) as progress:
         evaluation = classifier.evaluate(
             folder,
             unknown=unknown_folder,
             unknown_rate=unknown_rate,
             skip_bad=skip_bad,
-            on_event=progress.on_event,
+            on_progress=progress.on_progress,
         )
     if picture is not None:
         draw_confusion(evaluation.confusion, picture)
@@ -205,37 +187,38 @@ def info(
 
     The backbone is only needed to check whether a file is it (--backbone).
     """
-    from coda_prompt.learner import store
     from coda_prompt.learner.card import TASK_HEADS, task_rows
+    from coda_prompt.learner.folder import MODEL, ModelFolder
 
-    unfinished = store.has_unfinished_lesson(model)
-    if unfinished and not (model / store.MODEL).exists():
+    source = ModelFolder(model)
+    unfinished = source.has_unfinished_lesson
+    if unfinished and not source.exists:
         problem = "its first lesson was not finished, so there is no model yet"
         raise MissingData(model, problem, FINISH_LESSON)
-    description = store.read_description(model)
+    description = source.description()
     if backbone is not None:
-        from coda_prompt.learner.loading import check_backbone
+        from coda_prompt.learner.backbones import open_encoder
 
-        check_backbone(description.backbone, backbone, model)
-    sizes = store.size_on_disk(model)
+        open_encoder(description.backbone, backbone, model)
+    sizes = source.sizes()
     if as_json:
         fields = description.model_dump(mode="json")
         console.print_json({**fields, "bytes": sizes, "unfinished_lesson": unfinished})
         return
-    earlier = sum(sizes.values()) - sizes[store.MODEL]
+    earlier = sum(sizes.values()) - sizes[MODEL]
     undo = f" (and {earlier / 1e6:.2f} MB of earlier versions)" if earlier else ""
     console.print_result(
         f"{console.decode_file_name(str(model))}: {counted(len(description.classes), 'class')} in "
         f"{counted(len(description.tasks), 'lesson')}, {description.method} on "
         f"{description.backbone.name}, "
-        f"{sizes[store.MODEL] / 1e6:.2f} MB{undo}",
+        f"{sizes[MODEL] / 1e6:.2f} MB{undo}",
     )
-    made_on, pixels = description.backbone, description.pixels
+    made_on = description.backbone
     origin = ""
     if made_on.path:
         origin = f", file {console.decode_file_name(made_on.path)} (name it with --backbone)"
     console.print_result(
-        f"backbone {made_on.name}, for {input_kind(pixels['channels'])}s of {pixels['size']} px, "
+        f"backbone {made_on.name}, for {made_on.kind}s, "
         f"fingerprint {made_on.fingerprint[:16]}{origin}"
     )
     console.stdout_console().print(console.table(TASK_HEADS, task_rows(description.tasks)))
@@ -248,7 +231,6 @@ def export(
     model: options.Model,
     out: Annotated[Path, typer.Argument(help="The .onnx file to write.")],
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Export a model and its backbone as one ONNX graph that runs without torch."""
@@ -258,7 +240,7 @@ def export(
         raise MissingData(out.parent, "there is no such folder", "Create it first.")
     if out.is_dir():
         raise BadOption("coda export", "out", f"{out} is a folder; name the file to write")
-    ContinualClassifier.load(model, backbone=backbone, method=method).export_onnx(out)
+    ContinualClassifier.load(model, backbone=backbone, verbose=False).export_onnx(out)
     name, size = console.decode_file_name(str(out)), out.stat().st_size
     if as_json:
         console.print_json({"path": name, "bytes": size})
@@ -277,64 +259,19 @@ def resume_command(changes: Mapping[str, str] | None = None) -> str:
     return shlex.join(["coda", *arguments])
 
 
-def _print_lesson(
+def _print_learned(
+    learned: "Learned",
     classifier: "ContinualClassifier",
-    images: "Labelled",
-    checked: "Labelled | None",
-    epochs: int | None,
+    folder: "ModelFolder",
+    as_json: bool,
     output: console.Output,
 ) -> None:
-    """Print what is about to be learned, how long it takes, what was left out, and warnings."""
-    from coda_prompt.learner import advice
-    from coda_prompt.learner.feedback import LONG_LESSON, estimate_seconds
-
-    if (chosen := classifier.choose_backbone(images)) is not None:
-        output.message(chosen)
-    made_of = f"{classifier.method_name} on {classifier.backbone_name}"
-    output.message(f"{advice.summary(images)}; {made_of}")
-    for problem in images.bad:
-        output.message(f"left out: {problem}")
-    for warning in advice.warnings(classifier.network, images, checked):
-        console.print_message(f"warning: {warning}", style="yellow")
-    seconds = 0.0 if output.quiet else estimate_seconds(classifier.network, images, epochs)
-    if seconds >= LONG_LESSON:
-        output.message(f"this will take about {console.duration(seconds)}")
-
-
-def _devices(
-    device: str, precision: options.Precision, queries: options.Queries, *, fast: bool
-) -> "Devices":
-    """Return the devices, by default with the precision of `--fast` if it is given."""
-    from coda_prompt.research.training.devices import Devices
-    from coda_prompt.research.training.fast import fast_precision
-
-    if fast and queries is not None:
-        raise BadOption("coda learn", "queries", "--fast computes exact ones; leave it out")
-    if fast and precision is None:
-        precision = fast_precision(device)
-    return Devices(device, precision or "32-true")
-
-
-def _fast_views(
-    classifier: "ContinualClassifier", epochs: int | None, precision: str, output: console.Output
-) -> int:
-    """Return the number of views of `--fast`, and print what it does."""
-    from coda_prompt.research.training.fast import describe_fast, fast_views
-
-    if classifier.closed_form:
-        problem = f"{classifier.method_name} has nothing to train; leave it out"
-        raise BadOption("coda learn", "fast", problem)
-    views = fast_views(epochs or classifier.network.training.epochs)
-    output.message(describe_fast(f"{views} view{'s' if views > 1 else ''}", precision))
-    return views
-
-
-def _print_learned(
-    learned: "Learned", classifier: "ContinualClassifier", model: Path, as_json: bool
-) -> None:
-    from coda_prompt.learner import store
     from coda_prompt.learner.card import FEW_IMAGES, percent, share_of
 
+    for problem in learned.left_out:
+        output.message(f"left out: {problem}")
+    for warning in learned.warnings:
+        console.print_message(f"warning: {warning}", style="yellow")
     if as_json:
         fields = dataclasses.asdict(learned)
         del fields["held_out_images"]
@@ -359,13 +296,13 @@ def _print_learned(
         if after != before:
             shares = (share_of(each, learned.checked[name]) for each in (before, after))
             lines.append(f"{name}: {' -> '.join(shares)}")
-    watched = classifier.network.tasks[-1].watched
+    watched = classifier.model.tasks[-1].watched
     if watched is not None:
         shares = (share_of(each, watched.images) for each in (watched.before, watched.after))
         lines.append(f"checked classes: {' -> '.join(shares)}")
-    size = (model / store.MODEL).stat().st_size / 1e6
+    size = next(iter(folder.sizes().values())) / 1e6
     lines.append(
-        f"{console.decode_file_name(str(model))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"
+        f"{console.decode_file_name(str(folder.path))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"
     )
     for line in lines:
         console.print_result(line)

@@ -36,7 +36,7 @@ def check_order(model: Path, *others: str) -> None:
     Raises:
         BadOption: It was.
     """
-    from coda_prompt.learner.store import MODEL
+    from coda_prompt.learner.folder import MODEL
 
     named_later = [name for name in others if (Path(name) / MODEL).is_file()]
     if named_later and not (model / MODEL).is_file():
@@ -74,15 +74,6 @@ Fast = Annotated[
         "--fast",
         help="Train faster: one augmented view for every two epochs, whose query is computed "
         "once, and bfloat16 where it is faster. Changes results slightly.",
-    ),
-]
-PredictionPrecision = Annotated[
-    Literal["32-true", "bf16-mixed"] | None,
-    typer.Option(
-        "--precision",
-        help="Floating-point precision of predictions. Default: bf16-mixed where it is faster and "
-        "the backbone has a width of 256 or more, as `photo` has, else 32-true. In 32-true, "
-        "answers of different processors differ by rounding only.",
     ),
 ]
 Views = Annotated[
@@ -152,11 +143,11 @@ BackboneFile = Annotated[
     ),
 ]
 Method = Annotated[
-    str | None,
+    Literal["ranpac", "slda", "ncm", "coda-p-ranpac", "coda-p"] | None,
     typer.Option(
-        autocompletion=complete_method,
-        help="Method of a new model: a name (see `coda methods`) or `file.py:Class`, which has to "
-        "be named every time the model is used.",
+        help="Method of a new model: solved from statistics (`ranpac`, `slda`, `ncm`), or with "
+        "prompts, which are trained in the first lesson (`coda-p-ranpac`) or in every one "
+        "(`coda-p`) and need the extra `research`. Default: ranpac.",
     ),
 ]
 Removable = Annotated[
@@ -173,12 +164,6 @@ FindDuplicates = Annotated[
         help="Name images that resemble one of an earlier lesson that had this option. Stores a "
         "hash of 15 bytes of each image of this lesson in the model. Default: as in the lessons "
         "before.",
-    ),
-]
-MethodFile = Annotated[
-    str | None,
-    typer.Option(
-        "--method", help="`file.py:Class`, only for a model made with a method of your own."
     ),
 ]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the images.")]

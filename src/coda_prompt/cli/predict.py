@@ -1,10 +1,9 @@
 """The command that classifies images: predict."""
 
 import csv
-import gc
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,8 @@ from coda_prompt.cli import options
 from coda_prompt.errors import BadImage, BadImages, BadOption, MissingData
 
 if TYPE_CHECKING:
-    from coda_prompt.learner.predictor import Prediction
-    from coda_prompt.learner.saving import SavedEstimator
+    from coda_prompt.learner.model import LearnedModel
+    from coda_prompt.learner.predict import Prediction
 
 app = typer.Typer()
 
@@ -41,9 +40,6 @@ def predict(
     unknown_rate: options.UnknownRate = 0.05,
     unknown_below: options.UnknownBelow = 0.0,
     backbone: options.BackboneFile = None,
-    method: options.MethodFile = None,
-    device: options.Device = "auto",
-    precision: options.PredictionPrecision = None,
     skip_bad: options.SkipBad = False,
     as_json: options.AsJson = False,
     as_csv: options.AsCsv = False,
@@ -51,28 +47,31 @@ def predict(
     output: console.Output,
 ) -> None:
     """Predict the class of images."""
-    with _uncollected():
-        from coda_prompt.learner.feedback import LearnerProgress
-        from coda_prompt.learner.saving import SavedEstimator  # imports less than the classifier
-        from coda_prompt.learner.unknown import UnknownRule
-        from coda_prompt.research.training.local import find_device
+    from coda_prompt.learner import predict as predicting
+    from coda_prompt.learner.backbones import open_encoder
+    from coda_prompt.learner.feedback import LearnerProgress
+    from coda_prompt.learner.folder import ModelFolder
+    from coda_prompt.learner.model import LearnedModel
+    from coda_prompt.statistics.unknown import UnknownRule
 
     rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
     if as_json and as_csv:
         raise BadOption("coda predict", "csv", "ask for JSON or CSV, not for both")
     options.check_order(model, *images)
-    fabric = find_device(device, precision)
-    classifier = SavedEstimator.load(model, backbone=backbone, method=method, fabric=fabric)
+    description, arrays = ModelFolder(model).read()
+    encoder = open_encoder(description.backbone, backbone, model)
+    learned = LearnedModel.of_file(description, arrays, encoder, model)
     paths = _find_images(images, skip_bad, output)
-    for finding in _kind_findings(classifier, paths):
+    for finding in _kind_findings(learned, paths):
         console.print_message(f"hint: {finding}", style="yellow")
     with LearnerProgress(output.quiet) as progress:
-        predictions = classifier.predictor.predict(
+        predictions = predicting.predict(
+            learned,
             paths,
             top=top,
             rule=rule,
             on_bad=_left_out if skip_bad else None,
-            on_event=progress.on_event,
+            on_progress=progress.on_progress,
         )
         rows = ((console.decode_file_name(paths[index]), each) for index, each in predictions)
         if as_csv:
@@ -81,17 +80,6 @@ def predict(
             console.print_json([{"path": path, **each.as_dict()} for path, each in rows])
         else:
             console.stdout_console().print(_prediction_table(rows, next_best=top > 1))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Import modules without looking for garbage, which takes a tenth of the time of torch."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> list[str]:
@@ -111,17 +99,17 @@ def _find_images(names: list[str], skip_bad: bool, output: console.Output) -> li
     return paths
 
 
-def _kind_findings(classifier: "SavedEstimator", paths: list[str]) -> list[str]:
+def _kind_findings(model: "LearnedModel", paths: list[str]) -> list[str]:
     """Say whether some of the images are of another kind than those that were taught."""
     from coda_prompt.images.inputs import as_image
     from coda_prompt.images.kinds import is_drawing
-    from coda_prompt.learner.resemblance import kind_finding
+    from coda_prompt.learner.findings import kind_finding
 
     drawings = []
     for path in paths[:: -(-len(paths) // MAX_SAMPLES)]:
         with suppress(BadImage):  # the prediction reports it
             drawings.append(is_drawing(as_image(path, CHECKED_SIDE)))
-    return kind_finding(classifier.network.tasks, drawings)
+    return kind_finding(model.tasks, drawings)
 
 
 def _left_out(problem: BadImage) -> None:

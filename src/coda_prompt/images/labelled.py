@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from coda_prompt.console import class_name
 from coda_prompt.errors import (
     BadImage,
-    BadImages,
     BadOption,
     CodaError,
     MissingData,
@@ -50,31 +50,15 @@ CHECKED_SIDE = 128
 """Pixels at which JPEGs are decoded to find unreadable ones."""
 
 
-@dataclass(frozen=True)
-class _Selected:
-    """Some of the images of a sequence, which are read when they are needed."""
-
-    images: Any
-    indices: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.images[self.indices[index]]
-
-
 class MemorySplit(Split):
     """Images in memory, or items of a dataset that are decoded when needed."""
 
     def __init__(self, images: Any, labels: Integers) -> None:
         self.images, self.labels = images, labels
+        self.thread_safe = isinstance(images, list | np.ndarray)
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return as_image(self.images[index], min_side)
-
-    def subset(self, indices: Sequence[int]) -> MemorySplit:
-        return MemorySplit(_Selected(self.images, indices), self.labels[indices])
 
     def fingerprint(self) -> str:
         """Return a hash of all pixels and labels."""
@@ -83,6 +67,29 @@ class MemorySplit(Split):
             image = self.image(index)
             digest.update(f"{image.mode}{image.size}".encode() + image.tobytes())
         return digest.hexdigest()
+
+
+class _SelectedSplit(Split):
+    """Some of the images of a split."""
+
+    def __init__(self, whole: Split, positions: Integers, labels: Integers) -> None:
+        self.whole, self.positions, self.labels = whole, positions, labels
+
+    def image(self, index: int, min_side: int | None = None) -> Image.Image:
+        return self.whole.image(int(self.positions[index]), min_side)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the whole split and of what is selected."""
+        digest = hashlib.sha256(self.whole.fingerprint().encode())
+        digest.update(self.positions.tobytes() + self.labels.tobytes())
+        return digest.hexdigest()
+
+
+def _located(split: Split, index: int) -> tuple[Split, int]:
+    """Return the split that an image was selected from, and its position there."""
+    while isinstance(split, _SelectedSplit):
+        split, index = split.whole, int(split.positions[index]) if len(split.positions) else 0
+    return split, index
 
 
 class Sample(NamedTuple):
@@ -99,10 +106,12 @@ class Labelled:
 
     split: Split
     names: tuple[str, ...]
-    bad: tuple[CodaError, ...] = ()
-    """Images that cannot be read, and classes that cannot be used, which were left out."""
+    left_out: tuple[CodaError, ...] = ()
+    """Classes that cannot be used, which were left out."""
     remarks: tuple[str, ...] = ()
     """Other things that were left out, and why."""
+    integers: bool = False
+    """Whether the classes were given as integers."""
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -110,36 +119,76 @@ class Labelled:
         count = len(self.split.labels)
         indices = np.unique(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int))
         # one at a time: a decoded photograph takes tens of megabytes
-        images = (self.split.image(int(index), CHECKED_SIDE) for index in indices)
-        return [
-            Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)) for image in images
-        ]
+        samples = []
+        for index in indices.tolist():
+            with contextlib.suppress(BadImage):  # the lesson reports it
+                image = self.decode(index, CHECKED_SIDE, threading.Lock())
+                samples.append(Sample(image.info.get(FULL_SIZE, image.size), is_drawing(image)))
+        return samples
 
     def name(self, index: int) -> str:
         """Return the path of an image; its class and number if it is no file."""
-        if isinstance(self.split, FileSplit):
-            return self.split.paths[index]
-        return f"image {index} ({self.names[self.split.labels[index]]})"
+        split, position = _located(self.split, index)
+        if isinstance(split, FileSplit):
+            return split.paths[position]
+        return f"image {position} ({self.names[self.split.labels[index]]})"
+
+    def decode(self, index: int, min_side: int, lock: threading.Lock) -> Image.Image:
+        """Decode an image; called from several threads.
+
+        Args:
+            index: Position of the image.
+            min_side: Pixels that its shorter side needs.
+            lock: Held while a dataset is asked, which may not be made for threads.
+
+        Raises:
+            BadImage: It cannot be read.
+            BadOption: Its array cannot be used, a mistake that concerns all images.
+        """
+        safe = _located(self.split, 0)[0].thread_safe
+        try:
+            with contextlib.nullcontext() if safe else lock:
+                return self.split.image(index, min_side)
+        except CodaError:
+            raise
+        except Exception as error:  # decoders and datasets may raise anything
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise BadImage(f"image {index}", reason) from error
+
+    def selected(self, positions: NDArray[np.int64]) -> Labelled:
+        """Keep the images at these positions, and the classes that have one of them."""
+        count = len(self.split.labels)
+        if len(positions) == count:
+            return self
+        labels = self.split.labels[positions]
+        present = np.unique(labels)
+        split = _SelectedSplit(self.split, positions, np.searchsorted(present, labels))
+        return replace(self, split=split, names=tuple(self.names[row] for row in present))
 
     def only(self, names: Sequence[str]) -> Labelled:
-        """Leave out the classes that are not among `names`, if the split can be divided."""
+        """Leave out the classes that are not among `names`."""
         others = [name for name in self.names if name not in names]
-        if not others or not isinstance(self.split, FileSplit | MemorySplit):
+        rows = [row for row, name in enumerate(self.names) if name in names]
+        if not others or not rows:
             return self
-        counts, rows = self.counts(), [row for row, name in enumerate(self.names) if name in names]
-        split = self.split.subset(np.flatnonzero(np.isin(self.split.labels, rows)).tolist())
-        split.labels = np.searchsorted(rows, split.labels)
+        counts = self.counts()
         reasons = [
             MissingData(f"class '{name}'", f"{counts[name]} images", "It has not been learned.")
             for name in others
         ]
-        kept = tuple(self.names[row] for row in rows)
-        return replace(self, split=split, names=kept, bad=(*self.bad, *reasons))
+        kept = self.selected(np.flatnonzero(np.isin(self.split.labels, rows)))
+        return replace(kept, left_out=(*self.left_out, *reasons))
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash that changes with the images or labels; every file is looked at for it."""
         return self.split.fingerprint()
+
+    @property
+    def files_fingerprint(self) -> str | None:
+        """The fingerprint of files; None if the images are in no files."""
+        split, _ = _located(self.split, 0)
+        return self.fingerprint if isinstance(split, FileSplit) else None
 
     def counts(self) -> dict[str, int]:
         """Return the number of images of each class."""
@@ -220,7 +269,7 @@ def _open_items(data: Any, labels: Any, skip_bad: bool, channels: Channels) -> L
     split: FileSplit | MemorySplit = MemorySplit(items, rows)
     if all(isinstance(item, str | os.PathLike) for item in items):
         split = FileSplit([local_path(item) for item in items], rows)
-    return _leave_out_unreadable(split, names, skip_bad)
+    return Labelled(split, names, integers=_are_integers(labels))
 
 
 def _open_folder(root: Path, skip_bad: bool) -> Labelled:
@@ -248,13 +297,12 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
         for name, paths in files.items()
         if not paths and not skip_bad
     ]
-    try:
-        images = _leave_out_unreadable(split, tuple(files), skip_bad)
-    except BadImages as error:
-        raise BadImages([*error.problems, *empty]) from None
     if empty:
         raise empty[0]
-    remarks = list(images.remarks)
+    images = Labelled(split, tuple(files))
+    remarks = [
+        f"class '{name}' has no image: left out" for name, paths in files.items() if not paths
+    ]
     if listed.loose_images:
         remarks.append(
             f"{listed.loose_images} images beside the class folders are skipped: they have no class"
@@ -266,42 +314,6 @@ def _open_folder(root: Path, skip_bad: bool) -> Labelled:
     if hint is not None:
         remarks.append(hint)
     return replace(images, remarks=tuple(remarks))
-
-
-def _leave_out_unreadable(
-    split: FileSplit | MemorySplit, names: tuple[str, ...], skip_bad: bool
-) -> Labelled:
-    """Decode every image once, to report or leave out all unreadable ones together."""
-
-    def problem(index: int) -> BadImage | None:
-        try:
-            split.image(index, CHECKED_SIDE).load()
-        except BadImage as error:
-            return error
-        except BadOption:
-            raise  # a mistake of the caller that concerns all images
-        except Exception as error:  # noqa: BLE001 (decoders and datasets may raise anything)
-            return BadImage(f"image {index}", " ".join(str(error).split()).rstrip("."))
-        return None
-
-    if isinstance(split, FileSplit):
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            problems = list(pool.map(problem, range(len(split.labels))))
-    else:  # a dataset may not be thread-safe
-        problems = [problem(index) for index in range(len(split.labels))]
-    bad = tuple(each for each in problems if each is not None)
-    good = [index for index, each in enumerate(problems) if each is None]
-    if bad and not (skip_bad and good):
-        raise BadImages(bad)
-    if bad:
-        split = split.subset(good)
-    present = set(split.labels.tolist())
-    remarks = tuple(
-        f"class '{name}' has no image that can be read: left out"
-        for row, name in enumerate(names)
-        if row not in present
-    )
-    return Labelled(split, names, bad, remarks)
 
 
 def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
@@ -340,7 +352,15 @@ def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
             for label in _check_labels(targets)
         ]
     )
-    return _leave_out_unreadable(MemorySplit(data, rows), names, skip_bad)
+    return Labelled(
+        MemorySplit(data, rows), names, integers=class_names is None and _are_integers(targets)
+    )
+
+
+def _are_integers(labels: Any) -> bool:
+    return not isinstance(labels, str) and all(
+        isinstance(each, int) for each in _check_labels(labels)
+    )
 
 
 def _number(names: Sequence[str]) -> tuple[tuple[str, ...], Integers]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,8 @@ class Split(Protocol):
     """Class id of each image."""
     domains: Integers | None = None
     """Domain id of each image; None if the split has no domains."""
+    thread_safe: bool = False
+    """Whether several threads may decode images at the same time."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -53,6 +55,8 @@ def _check_integers(owner: str, field: str, values: ArrayLike, count: int) -> In
 
 class ArraySplit(Split):
     """Images in memory: uint8, N x H x W (grey) or N x H x W x 3 (RGB)."""
+
+    thread_safe = True
 
     def __init__(
         self, images: NDArray[np.uint8], labels: ArrayLike, domains: ArrayLike | None = None
@@ -81,6 +85,8 @@ class ArraySplit(Split):
 class FileSplit(Split):
     """Image files, decoded on access; an unreadable file raises `BadImage` with its path."""
 
+    thread_safe = True
+
     def __init__(
         self,
         paths: Iterable[str | os.PathLike[str]],
@@ -94,11 +100,6 @@ class FileSplit(Split):
 
     def image(self, index: int, min_side: int | None = None) -> Image.Image:
         return open_image(self.paths[index], min_side)
-
-    def subset(self, indices: Sequence[int]) -> FileSplit:
-        """Select images by their indices."""
-        domains = None if self.domains is None else self.domains[indices]
-        return FileSplit([self.paths[index] for index in indices], self.labels[indices], domains)
 
     def fingerprint(self) -> str:
         """Hash the files' names, sizes and labels; their content is not read."""

@@ -11,7 +11,7 @@ from coda_prompt.console import escape_control_characters
 from coda_prompt.errors import counted, join_names
 
 if TYPE_CHECKING:
-    from coda_prompt.learner.store import Description, TaskRecord
+    from coda_prompt.learner.records import Description, TaskRecord
 
 MAX_CLASSES_SHOWN = 40
 FEW_IMAGES = 10

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from coda_prompt.learner.store import CHECKS, TaskRecord, WatchedAccuracy
+from coda_prompt.learner.folder import CHECKS
+from coda_prompt.learner.records import TaskRecord, WatchedAccuracy
 from coda_prompt.storage.files import MAX_NOTE_BYTES, FileSchema, read_regular, write_atomically
 
 

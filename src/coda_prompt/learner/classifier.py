@@ -3,45 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
+import html
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from coda_prompt import errors
 from coda_prompt.images.inputs import Channels, image_items
-from coda_prompt.images.labelled import Labelled, MemorySplit, labelled
-from coda_prompt.learner import advice, feedback, store
+from coda_prompt.images.labelled import Labelled, labelled
+from coda_prompt.learner import edit, evaluation, feedback, findings, hub, lesson, predict, reports
+from coda_prompt.learner.backbones import AUTO, open_encoder
+from coda_prompt.learner.card import TASK_HEADS, task_rows
 from coda_prompt.learner.display import Predictions
-from coda_prompt.learner.editable import EditableEstimator
-from coda_prompt.learner.estimator import DEFAULT_METHOD
-from coda_prompt.learner.evaluation import evaluate
-from coda_prompt.learner.lesson import (
-    can_resume,
-    lesson_training,
-    make_task,
-    open_checkpoints,
-    teach,
-)
-from coda_prompt.learner.loading import AUTO
-from coda_prompt.learner.predictor import OnEvent, Prediction
+from coda_prompt.learner.folder import ModelFolder, Version, Versions, decode_model
+from coda_prompt.learner.model import DEFAULT_METHOD, PROMPTED, LearnedModel
+from coda_prompt.learner.predict import OnProgress, Prediction
+from coda_prompt.learner.records import Options
 from coda_prompt.learner.results import Evaluation, Learned
-from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
-from coda_prompt.research import methods
-from coda_prompt.research.training.settings import QueryMode
-from coda_prompt.research.training.snapshot import restored_on_error
+from coda_prompt.statistics.unknown import DEFAULT_RATE, UnknownRule
+from coda_prompt.storage.checkpoints import remove_checkpoints
 
 if TYPE_CHECKING:
-    from lightning_fabric import Fabric
+    from PIL.Image import Image
     from typing_extensions import Self
 
+    from coda_prompt.encoder.encoder import Encoder
 
-class ContinualClassifier(EditableEstimator):
-    """Classify images, and learn new classes at any time on top of a frozen backbone.
+Path_: TypeAlias = "str | PathLike[str]"
+Images: TypeAlias = "Path_ | bytes | Image | NDArray[Any] | Iterable[Any]"
+"""Paths, `file://` URLs, bytes, PIL images, arrays, tensors, loaders, datasets: one or many."""
+Labels: TypeAlias = "Sequence[str] | Sequence[int] | NDArray[Any] | str"
+"""Class names, one for each image; or one for all of them."""
+
+MAX_CLASSES_SHOWN = 10
+TRAINING = ("epochs", "batch_size", "learning_rate")
+"""Parameters of methods that train prompts."""
+
+
+class ContinualClassifier:
+    """Classify images, and learn new classes at any time on top of a frozen encoder.
 
     Every call of `learn` is one lesson: it adds classes, or continues classes with more images.
     Images of earlier lessons are not stored and not needed again.
@@ -49,26 +55,19 @@ class ContinualClassifier(EditableEstimator):
     Args:
         backbone: `auto` (at the first lesson `pocket` for drawings, `photo` for photographs), a
             name (`coda backbones` lists them), `NAME@SIZE` in pixels, `NAME=PATH` for weights in a
-            local file, or the path of a `.safetensors` file.
-        method: A name (`coda methods` lists them) or `path/to/file.py:Class`.
-        options: Options of the method (`coda methods NAME` lists them), such as `{"width": 256}`.
-        training: Options of the training: `epochs`, `batch_size`, `learning_rate`, `seed`, ...
-        device: `auto`, `cpu`, `cuda` or `mps`.
-        precision: Of predictions: `32-true` or `bf16-mixed`. Default: bfloat16 where that is
-            faster and the backbone has a width of 256 or more, else float32. Lessons are in
-            float32. With several processes or `fabric`, it is that of the Fabric, also for lessons.
+            local file, or the path of a file or folder.
+        method: `ranpac`, `slda` and `ncm` are solved from statistics; `coda-p-ranpac` and `coda-p`
+            train prompts, which needs the extra `research`.
+        removable: Store the statistics of each class apart, so that it can be forgotten without a
+            trace.
+        epochs: Passes over the images, if prompts are trained.
+        batch_size: Images of a training step.
+        learning_rate: Of the training.
+        seed: Of random features, held-out images and trained prompts.
         verbose: Show progress on standard error, and warn (`warnings.warn`) about images that
             should be checked. Without it, warnings are only in the result of `learn`.
-        fabric: A launched Fabric, instead of `device`: the devices that share the work. Every
-            process then makes the same calls.
-        **more: Single options of the method or the training: `ContinualClassifier(epochs=3)` is
-            `ContinualClassifier(training={"epochs": 3})`.
 
-    The backbone is loaded, and options are checked, when they are first needed.
-
-    Raises:
-        BadOption: The method needs old images again or trains the backbone.
-        UnknownName: There is no such method.
+    The encoder is loaded, and options are checked, when they are first needed.
 
     Example:
         ```python
@@ -80,7 +79,35 @@ class ContinualClassifier(EditableEstimator):
         ```
     """
 
-    def fit(self, data: Any, labels: Any = None, **options: Any) -> Self:
+    _estimator_type = "classifier"  # for scikit-learn before 1.6
+
+    def __init__(
+        self,
+        backbone: str = AUTO,
+        method: str = DEFAULT_METHOD,
+        *,
+        removable: bool = False,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        learning_rate: float | None = None,
+        seed: int = 0,
+        verbose: bool = True,
+    ) -> None:
+        self.backbone, self.method, self.removable = backbone, method, removable
+        self.epochs, self.batch_size, self.learning_rate = epochs, batch_size, learning_rate
+        self.seed, self.verbose = seed, verbose
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget everything that was learned."""
+        self._learned: LearnedModel | None = None
+        self._versions = Versions()
+        self._home: tuple[Path, str | None] | None = None
+        self._progress: Path | None = None
+
+    # -- learning
+
+    def fit(self, data: Images, labels: Labels | None = None, **options: Any) -> Self:
         """Forget everything and learn the classes of `data`, as scikit-learn expects it.
 
         Args:
@@ -93,7 +120,11 @@ class ContinualClassifier(EditableEstimator):
         return self
 
     def partial_fit(
-        self, data: Any, labels: Any = None, classes: Any = None, **options: Any
+        self,
+        data: Images,
+        labels: Labels | None = None,
+        classes: ArrayLike | None = None,
+        **options: Any,
     ) -> Self:
         """Learn the classes of `data` in addition: `learn`, for scikit-learn.
 
@@ -108,20 +139,18 @@ class ContinualClassifier(EditableEstimator):
 
     def learn(
         self,
-        data: Any,
-        labels: Any = None,
+        data: Images | Labelled,
+        labels: Labels | None = None,
         *,
         validation: float = 0.2,
-        check: Any = None,
+        check: Images | Labelled | None = None,
         skip_bad: bool = False,
         channels: Channels = "rgb",
         epochs: int | None = None,
-        queries: QueryMode | None = None,
-        views: int | None = None,
         find_duplicates: bool | None = None,
         progress: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
-        on_event: OnEvent | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Learned:
         """Learn the classes of `data`: new classes, and more images of known ones.
 
@@ -130,23 +159,22 @@ class ContinualClassifier(EditableEstimator):
         Args:
             data: A folder of class folders, `hub:owner/name`, or a dataset, `DataLoader` or
                 generator of (image, label) pairs. Together with `labels`: images, as in `predict`.
-            labels: Class names, one for each image, or one name for all of them.
+            labels: Classes, one for each image, or one name for all of them. Integers stay
+                integers.
             validation: Share of each class that is held out to measure accuracy and to calibrate
-                probabilities.
+                probabilities, and then learned too (not by `coda-p`).
             check: Labelled images of known classes. They are evaluated before and after, to show
                 what this lesson made the model forget.
             skip_bad: Leave out images that cannot be read instead of failing.
             channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
             epochs: Passes over the images, for this lesson only.
-            queries: Where prompt queries come from, for this lesson only.
-            views: Augmented views per image, reused, for this lesson only.
             find_duplicates: Name images that resemble one of an earlier lesson that had this
                 option. Stores a hash of 15 bytes of each image of this lesson in the model.
                 Default: as in the lessons before.
-            progress: A folder for checkpoints. The same call resumes an interrupted one from
-                there; `save` removes the folder.
-            stop: Polled between steps and batches; once true, the lesson is checkpointed and ends.
-            on_event: Called with the progress of the training.
+            progress: A folder for checkpoints of the training of prompts. The same call resumes an
+                interrupted one from there; `save` removes the folder.
+            stop: Polled between images and steps; once true, the lesson ends.
+            on_progress: Called with the progress.
 
         Returns:
             What was learned and how accurate it is.
@@ -155,6 +183,7 @@ class ContinualClassifier(EditableEstimator):
             BadImages: Images that cannot be read, without `skip_bad`.
             BadOption: The data or an option cannot be used.
             Interrupted: `stop` became true.
+            MissingExtra: Prompts are trained, and torch is not installed.
             UnfinishedLesson: `progress` has checkpoints of a different lesson.
 
         Example:
@@ -163,63 +192,70 @@ class ContinualClassifier(EditableEstimator):
             print(learned.accuracy, learned.forgotten)
             ```
         """
-        from coda_prompt.research.training.engine import Engine  # slow to import
-
-        started = time.perf_counter()
         images = labelled(data, labels, skip_bad=skip_bad, channels=channels)
-        chosen = self.choose_backbone(images) if self.backbone == AUTO else None
-        network, fabric = self.network, self.network.fabric
-        training = lesson_training(network, epochs=epochs, queries=queries, views=views)
+        chosen = self.choose_backbone(images)
         checked = None if check is None else labelled(check, part="test", skip_bad=skip_bad)
-        warnings = advice.warnings(network, images, checked)
-        shown = self.verbose and fabric.global_rank == 0
-        if shown:
-            feedback.LOGGER.info("%s; %s", chosen or network.backbone_name, advice.summary(images))
-            feedback.warn(warnings)
-        bar = feedback.LearnerProgress() if shown and on_event is None else None
-        show = bar.on_event if bar else on_event or (lambda event: None)
-        engine = Engine(network.views, training, fabric=fabric, on_event=show, should_stop=stop)
-        checkpointer = None
-        if progress is not None:
-            checkpointer = open_checkpoints(network, progress, images, training, validation)
-        task = make_task(network, images, validation)
-        stored = self._home is not None and chosen is None  # with nothing learned yet
-        previous = self._model() if network.classes or stored else None
-        with bar or contextlib.nullcontext(), restored_on_error(network.method):
-            try:
-                record, temperature, learned = teach(
-                    network, images, task, engine, checkpointer, checked, find_duplicates
-                )
-            except Exception as error:
-                if checkpointer is not None and not can_resume(error):
-                    checkpointer.remove()
-                raise
-        if shown:
-            feedback.warn(learned.hints)
-        self._checkpointer = checkpointer
-        self._replace(previous, [*network.tasks, record], temperature=temperature)
-        seconds = time.perf_counter() - started
-        return replace(learned, seconds=seconds, warnings=tuple(warnings), chosen=chosen)
+        bar = feedback.LearnerProgress() if self.verbose and on_progress is None else None
+        options = lesson.LessonOptions(
+            validation=validation,
+            skip_bad=skip_bad,
+            find_duplicates=find_duplicates,
+            training=self._training(epochs),
+            progress=progress,
+            stop=stop,
+            on_progress=bar.on_progress if bar else on_progress or (lambda progress: None),
+        )
+        before = self._with_label_type(self.model, images)
+        with bar or contextlib.nullcontext():
+            model, learned = lesson.teach(before, images, options, checked)
+        self._progress = progress
+        self._follow(model)
+        if self.verbose:
+            feedback.warn((*learned.warnings, *learned.hints))
+        return replace(learned, chosen=chosen)
 
     def choose_backbone(self, images: Labelled) -> str | None:
-        """Resolve `auto` by the images of the first lesson; later lessons keep the backbone.
+        """Resolve `auto` by the images of the first lesson; later lessons keep the encoder.
 
         Returns:
-            Which backbone and why; None if there was nothing to choose.
+            Which encoder and why; None if there was nothing to choose.
         """
-        network = self._network
-        if self.backbone != AUTO or (network is not None and network.tasks):
+        if self.backbone != AUTO or (self._learned is not None and self._learned.tasks):
             return None
-        name, reason = advice.choose_backbone(images.samples)
-        if network is None or name != network.backbone_name:
-            self._network = self._build(name)
+        name, reason = findings.choose_backbone(images.samples)
+        if name == "photo" and self.method in PROMPTED:  # the part of it that takes prompts
+            name = "photo-vit"
+        if self._learned is None or name != self.backbone_name:
+            self._learned = self._empty(name)
         return reason
+
+    def _training(self, epochs: int | None) -> dict[str, Any]:
+        """Return the options of the training that were given.
+
+        Raises:
+            BadOption: There is nothing to train.
+        """
+        given = {name: getattr(self, name) for name in TRAINING}
+        given = {name: value for name, value in given.items() if value is not None}
+        if epochs is not None:
+            if self.method not in PROMPTED:
+                problem = f"{self.method} has nothing to train; leave it out"
+                raise errors.BadOption("learn", "epochs", problem)
+            given["epochs"] = epochs
+        return given
+
+    @staticmethod
+    def _with_label_type(model: LearnedModel, images: Labelled) -> LearnedModel:
+        """Let classes be integers as long as all of them were given as integers."""
+        integers = images.integers and (model.options.integers or not model.tasks)
+        options = model.options.model_copy(update={"integers": integers})
+        return replace(model, options=options)
 
     # -- predicting
 
     def __call__(
         self,
-        data: Any,
+        data: Images,
         *,
         top: int = 5,
         unknown: float | Literal["auto"] | None = None,
@@ -236,6 +272,11 @@ class ContinualClassifier(EditableEstimator):
             unknown_rate: The share of images of learned classes that `auto` may reject by mistake.
             channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
 
+        Raises:
+            BadImages: Images that cannot be read.
+            BadOption: The model was made with too few images for `auto`.
+            NotLearned: No class has been learned yet.
+
         Example:
             ```python
             results = classifier("image.jpg", top=3, unknown="auto")
@@ -249,10 +290,10 @@ class ContinualClassifier(EditableEstimator):
         auto, below = (unknown, 0.0) if isinstance(unknown, str) else (None, unknown or 0.0)
         rule = UnknownRule.parse(auto, unknown_rate, below)
         images = image_items(data, channels)
-        answers = self.predictor.predict(images, top=top, rule=rule)
+        answers = predict.predict(self.model, images, top=top, rule=rule)
         return Predictions(images, [answer for _, answer in answers])
 
-    def predict(self, data: Any, *, channels: Channels = "rgb") -> NDArray[np.str_]:
+    def predict(self, data: Images, *, channels: Channels = "rgb") -> NDArray[Any]:
         """Return the most likely class of each image.
 
         Args:
@@ -262,18 +303,21 @@ class ContinualClassifier(EditableEstimator):
             channels: Order of the colours in arrays: `rgb`, or `bgr` as in frames of OpenCV.
 
         Returns:
-            One class name for each image.
+            One class for each image: a name, or an integer if the classes were given as such.
 
         Raises:
             BadImages: Images that cannot be read.
             NotLearned: No class has been learned yet.
         """
-        predictions = self.predictor.predict(image_items(data, channels), top=1)
-        return np.array([prediction.best for _, prediction in predictions], dtype=str)
+        found = predict.predict(self.model, image_items(data, channels), top=1)
+        names = [each.best for _, each in found]
+        if self.model.options.integers:
+            return np.array([int(name) for name in names], np.int64)
+        return np.array(names, dtype=str)
 
     def predictions(
         self,
-        data: Any,
+        data: Images,
         *,
         top: int = 5,
         unknown: Literal["auto"] | None = None,
@@ -283,7 +327,7 @@ class ContinualClassifier(EditableEstimator):
         """Return the most likely classes of each image with their probabilities.
 
         Args:
-            data: One or many paths, PIL images, arrays or tensors.
+            data: As in `predict`.
             top: Number of classes to name.
             unknown: With `auto`, an image is unknown if it is not typical of the learned classes.
             unknown_rate: The share of images of learned classes that `auto` may reject by mistake.
@@ -298,42 +342,41 @@ class ContinualClassifier(EditableEstimator):
             print("unknown" if prediction.unknown else prediction.label, prediction.probability)
             ```
         """
-        images = image_items(data)
         rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
-        predictions = self.predictor.predict(images, top=top, rule=rule)
-        return [prediction for _, prediction in predictions]
+        found = predict.predict(self.model, image_items(data), top=top, rule=rule)
+        return [prediction for _, prediction in found]
 
-    def predict_proba(self, data: Any) -> NDArray[np.float64]:
+    def predict_proba(self, data: Images) -> NDArray[np.float64]:
         """Return calibrated probabilities, images x classes, in the order of `classes_`."""
-        predictor, images = self.predictor, image_items(data)
-        split = MemorySplit(images, np.zeros(len(images), np.int64))
-        return predictor.calibrated(predictor.split_logits(split)).numpy()
+        found = predict.answers(self.model, image_items(data))
+        rows = [each.probabilities for _, each in found]
+        return np.stack(rows) if rows else np.zeros((0, len(self.classes_)))
 
-    def score(self, data: Any, labels: Any = None) -> float:
+    def score(self, data: Images, labels: Labels | None = None) -> float:
         """Return the share of images that are classified correctly."""
         return self.evaluate(data, labels).accuracy
 
     def evaluate(
         self,
-        data: Any,
-        labels: Any = None,
+        data: Images | Labelled,
+        labels: Labels | None = None,
         *,
-        unknown: Any = None,
+        unknown: Images | None = None,
         unknown_rate: float = DEFAULT_RATE,
         skip_bad: bool = False,
-        on_event: OnEvent | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Evaluation:
         """Measure accuracy overall, for each class and for each lesson, among all known classes.
 
         Args:
             data: Labelled images, as for `learn`.
-            labels: Class names, one for each image.
+            labels: Classes, one for each image.
             unknown: Images of classes that were not learned, as for `predict`: measure how well
                 they are separated from `data`.
             unknown_rate: The share of `data` that may be rejected by mistake.
             skip_bad: Leave out images that cannot be read and classes that were not learned,
                 instead of failing.
-            on_event: Called with the progress.
+            on_progress: Called with the progress.
 
         Raises:
             BadImages: Images that cannot be read, without `skip_bad`.
@@ -341,52 +384,465 @@ class ContinualClassifier(EditableEstimator):
             NotLearned: The images have classes that were not learned.
         """
         images = labelled(data, labels, part="test", skip_bad=skip_bad)
-        if skip_bad and set(images.names) & set(self.classes_):
-            images = images.only(self.classes_)
-        others = None if unknown is None else image_items(unknown)
-        return evaluate(self.network, images, on_event, others, unknown_rate)
+        model, others = self.model, None if unknown is None else image_items(unknown)
+        if skip_bad and set(images.names) & set(model.classes):
+            images = images.only(model.classes)
+        return evaluation.evaluate(
+            model, images, others, unknown_rate, skip_bad=skip_bad, on_progress=on_progress
+        )
+
+    # -- editing
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a class another name.
+
+        Raises:
+            NotLearned: There is no class `old`.
+            CannotEdit: There is a class `new` already; `merge_classes` merges them.
+        """
+        self._follow(edit.renamed(self.model, old, new))
+
+    def merge_classes(self, names: Sequence[str], into: str) -> None:
+        """Unite classes into one, as if their images had been taught under one name.
+
+        Args:
+            names: Two or more known classes.
+            into: Name of the class they become: one of them, or a new name.
+
+        Raises:
+            CannotEdit: The method has no sums, or the name belongs to another class.
+        """
+        self._follow(edit.with_united_classes(self.model, names, into))
+
+    def forget(self, name: str) -> edit.Forgotten:
+        """Remove a class from the model and from all its versions; this cannot be undone.
+
+        Stored versions are rewritten when the classifier is saved.
+
+        Returns:
+            What of it remains in sums over all classes; nothing in a removable model.
+
+        Raises:
+            CannotEdit: The method has no sums, or it is the only class.
+        """
+        model, versions, forgotten = edit.forgotten(self.model, self._versions, name)
+        self._learned = model
+        current = Version.of(model.description(), model.arrays())
+        self._versions = replace(versions, current=current)
+        return forgotten
+
+    def relabel(
+        self, data: Images | Labelled, labels: Labels | None = None, *, taught_as: str
+    ) -> dict[str, int]:
+        """Move images that were taught as the wrong class to the right one.
+
+        Args:
+            data: The same images with the right labels, as for `learn`.
+            labels: Class names, one for each image.
+            taught_as: The class they were taught as.
+
+        Returns:
+            The number of images that each class received.
+
+        Raises:
+            CannotEdit: The method has no sums, or the class has no more images.
+        """
+        model, counts = edit.relabelled(self.model, labelled(data, labels), taught_as)
+        self._follow(model)
+        return counts
+
+    @classmethod
+    def merge(cls, classifiers: Sequence[Self], *, count_twice: bool = False) -> Self:
+        """Join what classifiers have learned on the same encoder; classes of one name are merged.
+
+        The result equals one classifier that was taught the lessons of all, in this order.
+
+        Args:
+            classifiers: Two or more.
+            count_twice: Join them also if they have learned the same images, which then count more
+                than once. These are recognised by their hashes (`find_duplicates` in `learn`);
+                without hashes, only the same files and classes of the same images are.
+
+        Raises:
+            CannotEdit: Method, options or encoder differ, the method has no sums, or two of them
+                have learned the same images, without `count_twice`.
+        """
+        model = edit.joined([each.model for each in classifiers], count_twice=count_twice)
+        joined = cls(**classifiers[0].get_params())
+        joined._follow(replace(model, number=0))
+        return joined
+
+    def join(self, content: bytes, name: str, *, count_twice: bool = False) -> None:
+        """Add what another model has learned, as a new version; nothing that it names is opened.
+
+        Args:
+            content: The `model.safetensors` of the other model, which is not trusted.
+            name: What messages call it.
+            count_twice: As in `merge`.
+
+        Raises:
+            CannotEdit: As in `merge`.
+            CorruptFile: It is damaged.
+        """
+        description, arrays = decode_model(content, name)
+        edit.check_mergeable(self.model, description)
+        other = LearnedModel.of_file(description, arrays, self.model.encoder, name)
+        self._follow(edit.joined([self.model, other], count_twice=count_twice))
+
+    # -- versions
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether there is an earlier version."""
+        return bool(self._versions.before)
+
+    @property
+    def can_redo(self) -> bool:
+        """Whether there is a version that was undone."""
+        return bool(self._versions.after)
+
+    def undo(self, to: int | None = None) -> None:
+        """Restore an earlier version, bit for bit: what was before the newest lesson or edit.
+
+        Args:
+            to: Number of the version, as in `history`; by default the one before.
+
+        Raises:
+            NothingToUndo: There is no such version.
+        """
+        self._restore(self._versions.moved_to("The classifier", to))
+
+    def redo(self) -> None:
+        """Restore the version that `undo` replaced, bit for bit.
+
+        Raises:
+            NothingToUndo: There is no such version: a new lesson or edit drops the undone ones.
+        """
+        self._restore(self._versions.moved_to("The classifier", redo=True))
+
+    def _restore(self, versions: Versions) -> None:
+        current = versions.current
+        assert current is not None
+        name = f"version {current.number}"
+        self._learned = LearnedModel.of_file(*current.read(), self.model.encoder, name)
+        self._versions = versions
+
+    def _follow(self, model: LearnedModel) -> None:
+        """Record that a lesson or an edit has replaced the current version by a new one."""
+        number, current = self._versions.next_number, self._versions.current
+        parent = None if current is None else current.number
+        self._learned = replace(model, number=number, parent=parent)
+        version = Version.of(self._learned.description(), self._learned.arrays())
+        self._versions = self._versions.followed_by(version)
+
+    def history(self) -> reports.ModelHistory:
+        """Return the lessons and edits, and the versions that can be restored."""
+        return reports.history(self._versions, self._home and self._home[0])
+
+    # -- files
+
+    def save(self, folder: Path_) -> None:
+        """Write the model; if this is interrupted, the folder has one complete version.
+
+        Raises:
+            ModelChanged: Another process changed the folder since this classifier was loaded from
+                it or saved to it.
+        """
+        target = ModelFolder(Path(folder))
+        with target.writing():
+            current = (target.path.resolve(), target.sha256)
+            if self._home is not None and self._home[0] == current[0] and self._home != current:
+                raise errors.ModelChanged(target.path)
+            self.write(target)
+
+    def write(self, folder: ModelFolder) -> None:
+        """Write the model like `save`, for a caller that has locked the folder."""
+        if self._versions.current is None:  # nothing has been learned
+            version = Version.of(self.model.description(), self.model.arrays())
+            self._versions = Versions(current=version)
+        self._versions = folder.commit(self._versions)
+        self._home = (folder.path.resolve(), folder.sha256)
+        if self._progress is not None:
+            remove_checkpoints(self._progress)
+            self._progress = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path_,
+        *,
+        backbone: str | Encoder | None = None,
+        verbose: bool = True,
+    ) -> Self:
+        """Load a saved model together with its encoder. No code in the folder is ever run.
+
+        Args:
+            folder: The model folder.
+            backbone: The encoder, if it is a file that has moved: `NAME=PATH` or `PATH`. Or a
+                loaded encoder, to share it among classifiers. The fingerprint is checked.
+            verbose: As in the constructor.
+
+        Raises:
+            CorruptFile: The model is damaged.
+            MissingData: There is no model in the folder.
+            BackboneMismatch: The encoder is not the one the model was made with.
+        """
+        source = ModelFolder(Path(folder))
+        classifier = cls._of_file(*source.read(), source.path, backbone, verbose)
+        classifier._versions = source.versions()
+        classifier._home = (source.path.resolve(), source.sha256)
+        return classifier
+
+    @classmethod
+    def _of_file(
+        cls,
+        description: Any,
+        arrays: Any,
+        name: Path,
+        backbone: str | Encoder | None,
+        verbose: bool,
+    ) -> Self:
+        """Return a classifier that has learned what is in a model called `name`."""
+        made_with = description.backbone
+        encoder = open_encoder(made_with, backbone, name)
+        model = LearnedModel.of_file(description, arrays, encoder, name)
+        options = description.options
+        classifier = cls(
+            made_with.name,
+            description.method,
+            removable=options.removable,
+            seed=options.seed,
+            verbose=verbose,
+        )
+        classifier._learned = model
+        return classifier
+
+    def save_pretrained(self, folder: Path_) -> None:
+        """Write the model like `save`: the folder has the layout of the Hugging Face hub."""
+        self.save(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: Path_,
+        *,
+        revision: str | None = None,
+        backbone: str | None = None,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> Self:
+        """Load a model from a folder or from the Hugging Face hub.
+
+        Args:
+            name: A folder, or `owner/name` on the hub.
+            revision: Branch, tag or commit on the hub.
+            backbone: As in `load`.
+            token: Access token of the hub.
+            endpoint: URL of another hub.
+        """
+        if Path(name).is_dir():
+            return cls.load(name, backbone=backbone)
+        version = hub.download_model(str(name), revision, token, endpoint)
+        classifier = cls._of_file(*version.read(), Path(name), backbone, verbose=True)
+        classifier._versions = Versions(current=version)
+        return classifier
+
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool = True,
+        token: str | None = None,
+        endpoint: str | None = None,
+    ) -> str:
+        """Upload the model and its card to `owner/name` on the hub; return the commit's URL."""
+        return hub.upload_model(name, self.model, private=private, token=token, endpoint=endpoint)
+
+    def export_onnx(self, path: Path_) -> None:
+        """Write the model with its encoder as one ONNX graph, and `predict.py` beside it.
+
+        Raises:
+            MissingExtra: The package for ONNX files is not installed.
+            NotLearned: No class has been learned yet.
+        """
+        from coda_prompt.learner.export import export_onnx
+
+        export_onnx(self.model, Path(path))
+
+    # -- state
+
+    @property
+    def model(self) -> LearnedModel:
+        """What has been learned, as a value; loads the encoder once."""
+        if self._learned is None:
+            self._learned = self._empty("pocket" if self.backbone == AUTO else self.backbone)
+        return self._learned
+
+    def _empty(self, backbone: str) -> LearnedModel:
+        options = Options(removable=self.removable, seed=self.seed)
+        return LearnedModel.empty(open_encoder(None, backbone, None), self.method, options)
+
+    @property
+    def method_name(self) -> str:
+        """Name of the method."""
+        return self.method
+
+    @property
+    def backbone_name(self) -> str:
+        """Name of the encoder; with `auto`, the one that was chosen."""
+        return self.model.backbone.name
+
+    @property
+    def classes_(self) -> list[Any]:
+        """The classes, in the order in which they were learned: names or integers."""
+        if self._learned is None:
+            return []
+        names = self._learned.classes
+        return [int(name) for name in names] if self._learned.options.integers else list(names)
+
+    @property
+    def tasks_(self) -> list[dict[str, Any]]:
+        """One record for each lesson: date, classes, images, accuracy at the time."""
+        return [task.model_dump() for task in (self._learned.tasks if self._learned else ())]
+
+    @property
+    def temperature(self) -> float:
+        """Divides the scores before they become probabilities."""
+        return self.model.temperature
+
+    # -- parameters, as scikit-learn expects them
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the arguments of the constructor, as scikit-learn asks for them."""
+        return {name: getattr(self, name) for name in _parameters()}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change arguments of the constructor; what was learned is not changed until `fit`.
+
+        Example:
+            ```python
+            classifier.set_params(method="coda-p", epochs=5)
+            ```
+
+        Raises:
+            UnknownName: There is no such parameter.
+        """
+        for name, value in params.items():
+            if name not in _parameters():
+                raise errors.UnknownName("parameter", name, _parameters())
+            setattr(self, name, value)
+        if not self.classes_:
+            self._reset()
+        return self
+
+    def __sklearn_clone__(self) -> Self:
+        """Return a classifier with the same parameters that has learned nothing."""
+        return type(self)(**self.get_params())
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return bool(self.classes_)
+
+    def __sklearn_tags__(self) -> Any:
+        """Describe the classifier to scikit-learn 1.6 and later, which alone calls this."""
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=False),
+            classifier_tags=ClassifierTags(),
+            input_tags=InputTags(two_d_array=False, three_d_array=True, string=True),
+        )
+
+    # -- display
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{name}={getattr(self, name)!r}"
+            for name, each in _parameters().items()
+            if getattr(self, name) != each.default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})\n{self._summary()}"
+
+    def _repr_html_(self) -> str:
+        """Return the table of lessons for notebooks."""
+        lines = [f"<p>{html.escape(self._summary())}</p><table>"]
+        for row in task_rows(self._learned.tasks if self._learned else []):
+            if row[0] == 1:
+                lines.append(f"<tr><th>{'</th><th>'.join(TASK_HEADS)}</th></tr>")
+            cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+            lines.append(f"<tr>{cells}</tr>")
+        return "\n".join([*lines, "</table>"])
+
+    def _summary(self) -> str:
+        """Return in one line what has been learned."""
+        model = self._learned
+        if model is None or not model.tasks:
+            return f"nothing learned yet; {self.method} on {self.backbone}"
+        names = errors.join_names(model.classes, MAX_CLASSES_SHOWN)
+        return (
+            f"{errors.counted(len(model.classes), 'class')} in "
+            f"{errors.counted(len(model.tasks), 'lesson')}, {model.method} "
+            f"on {model.backbone.name}: {names}"
+        )
+
+
+def _parameters() -> dict[str, inspect.Parameter]:
+    """Return the arguments of the constructor."""
+    signature = inspect.signature(ContinualClassifier.__init__).parameters
+    return {name: each for name, each in signature.items() if name != "self"}
+
+
+@contextlib.contextmanager
+def edited(
+    folder: ModelFolder, *, forgets: bool = False, backbone: str | Encoder | None = None
+) -> Iterator[ContinualClassifier]:
+    """Load the model of a folder for an edit, and write it at the end of the block.
+
+    The folder is locked, so no other process writes in between.
+
+    Args:
+        folder: A model folder.
+        forgets: Whether the edit forgets a class, so that all else that has its name or images
+            is deleted before the model is written.
+        backbone: As in `ContinualClassifier.load`.
+
+    Raises:
+        FolderBusy: Another process is writing.
+    """
+    folder.read()  # before the lock creates a folder
+    with folder.writing():
+        classifier = ContinualClassifier.load(folder.path, verbose=False, backbone=backbone)
+        yield classifier
+        if forgets:
+            remove_checkpoints(folder.progress)
+            folder.forget_traces(classifier._versions)
+        classifier.write(folder)
 
 
 def load_or_create(
-    folder: Path,
-    backbone: str | None,
-    method: str | None,
-    fabric: Fabric,
-    removable: bool = False,
-    one_stage: bool = False,
+    folder: ModelFolder, backbone: str | None, method: str | None, removable: bool = False
 ) -> ContinualClassifier:
     """Load the model in a folder, or make a new one if there is none.
 
     Args:
         folder: The model folder.
         backbone: As in `ContinualClassifier.load`.
-        method: As in `ContinualClassifier.load`.
-        fabric: The devices that share the work.
+        method: The method of a new model; of an existing one, the method it has to have.
         removable: Classes can be forgotten without a trace.
-        one_stage: Prompt queries come from the first blocks of the prompted pass.
 
     Raises:
-        BadOption: The model was made with another backbone or method, or without `removable` or
-            `one_stage`.
+        BadOption: The model was made with another backbone or method, or without `removable`.
     """
-    if not (folder / store.MODEL).exists():
-        backbone, method = backbone or AUTO, method or DEFAULT_METHOD
-        options: dict[str, Any] = {"removable": True} if removable else {}
-        if one_stage:
-            queries = methods.one_stage_options(methods.find(method))
-            if not queries:
-                raise errors.BadOption("coda learn", "queries", f"{method} has no prompts")
-            options |= queries
-        return ContinualClassifier(backbone, method, options=options, verbose=False, fabric=fabric)
-    classifier = ContinualClassifier.load(
-        folder, backbone=backbone, method=method, verbose=False, fabric=fabric
-    )
-    early = getattr(classifier.network.method.config, "query", None) == "early"
-    for option, missing in (
-        ("removable", removable and not classifier.removable),
-        ("queries one-stage", one_stage and not early),
-    ):
-        if missing:
-            problem = f"{folder} was made without it; it is decided at the first lesson"
-            raise errors.BadOption("coda learn", option, problem)
+    if not folder.exists:
+        return ContinualClassifier(
+            backbone or AUTO, method or DEFAULT_METHOD, removable=removable, verbose=False
+        )
+    classifier = ContinualClassifier.load(folder.path, backbone=backbone, verbose=False)
+    made_with = classifier.method
+    if method not in (None, made_with):
+        problem = f"this model was made with {made_with}; make another model for {method}"
+        raise errors.BadOption("the model", "method", problem)
+    if removable and not classifier.removable:
+        problem = f"{folder.path} was made without it; it is decided at the first lesson"
+        raise errors.BadOption("coda learn", "removable", problem)
     return classifier

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from numpy.typing import NDArray
 
 from coda_prompt.images.inputs import as_image
-from coda_prompt.learner.predictor import Prediction
+from coda_prompt.learner.predict import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

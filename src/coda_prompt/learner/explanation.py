@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-from coda_prompt import errors
-from coda_prompt.learner.network import Network
+from coda_prompt.encoder.encoder import Prompts
+from coda_prompt.errors import NotLearned
+from coda_prompt.learner.model import LearnedModel
 
 MAX_NEAREST = 10
 """Classes that an explanation names."""
@@ -46,41 +48,50 @@ class Explanation:
     """Weights of the prompts for this image; empty if the method has none that depend on it."""
 
 
-def explain(network: Network, view: Tensor) -> Explanation:
+def explain(model: LearnedModel, image: Image.Image) -> Explanation:
     """Explain the answer for one image.
 
     Args:
-        network: The trained network.
-        view: The image, as `Predictor.view` returns it.
+        model: What has been learned.
+        image: The image.
 
     Raises:
         NotLearned: No class has been learned yet.
     """
-    if not network.tasks:
-        raise errors.NotLearned([], [])
-    predictor, method = network.predictor, network.method
-    (probabilities,) = predictor.probabilities([view])
-    parameter = next(method.backbone.parameters())
-    with torch.inference_mode(), network.fabric.autocast():
-        batch = view[None].to(parameter)
-        queries = method.queries(batch)
-        distances = method.distances(method.features(batch, queries))
-        weights = method.prompt_weights(queries)
-    prompts = tuple(
-        PromptWeights(block, tuple(rows[0].float().tolist())) for block, rows in weights.items()
-    )
-    return Explanation(_nearest(network.classes, probabilities, distances), prompts)
+    if not model.tasks:
+        raise NotLearned([], [])
+    features = model.encoder.encode(image, model.prompts).features[None]
+    probabilities = model.probabilities(model.scores(features))[0]
+    distances = model.classifier.distances(features)
+    prompts: tuple[PromptWeights, ...] = ()
+    if model.prompts is not None:
+        query = model.encoder.encode(image).features
+        prompts = tuple(
+            PromptWeights(block, tuple(weights.tolist()))
+            for block, weights in enumerate(component_weights(query, model.prompts))
+        )
+    return Explanation(_nearest(model.classes, probabilities, distances), prompts)
+
+
+def component_weights(query: NDArray[np.float32], prompts: Prompts) -> NDArray[np.float32]:
+    """Compute alpha = cos(q * A, K), equation 5 of CODA-Prompt, blocks x M, for a query of D."""
+    attended, keys = query * prompts.attention, prompts.keys
+    lengths = np.linalg.norm(attended, axis=2) * np.linalg.norm(keys, axis=2)
+    weights: NDArray[np.float32] = (attended * keys).sum(axis=2) / np.maximum(lengths, 1e-12)
+    return weights
 
 
 def _nearest(
-    classes: list[str], probabilities: Tensor, distances: Tensor | None
+    classes: list[str],
+    probabilities: NDArray[np.float64],
+    distances: NDArray[np.float64] | None,
 ) -> tuple[Neighbour, ...]:
-    order = (-probabilities if distances is None else distances[0]).argsort()[:MAX_NEAREST]
+    order = np.argsort(-probabilities if distances is None else distances[0], kind="stable")
     return tuple(
         Neighbour(
             classes[row],
             None if distances is None else float(distances[0, row]),
             float(probabilities[row]),
         )
-        for row in order.tolist()
+        for row in order[:MAX_NEAREST].tolist()
     )

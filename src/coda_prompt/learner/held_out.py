@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coda_prompt.learner.confusion import Confusion, most_confused
+from coda_prompt.learner.evaluation import most_confused
+from coda_prompt.learner.results import Confusion
 
 if TYPE_CHECKING:
-    from coda_prompt.learner.store import TaskRecord
+    from coda_prompt.learner.records import TaskRecord
 
 Counts = dict[str, dict[str, int]]
 """Number of images by correct class and by predicted class."""

@@ -5,50 +5,57 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from coda_prompt.errors import HubError, counted
-from coda_prompt.learner.store import MODEL, Model, copies, encode_model, read_file
+from coda_prompt.learner.folder import MODEL, Version, copies
+from coda_prompt.learner.model import LearnedModel
+from coda_prompt.storage.files import read_regular
 
 
 def download_model(
     name: str, revision: str | None, token: str | None, endpoint: str | None
-) -> Model:
-    """Download a model to the hub's cache and read it.
+) -> Version:
+    """Download a model to the hub's cache.
 
     Raises:
         HubError: It does not exist or the hub cannot be reached.
     """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
     try:
         file = hf_hub_download(name, MODEL, revision=revision, token=token, endpoint=endpoint)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise HubError(name, "downloaded", error) from error
-    return read_file(Path(file).resolve())  # the cache has a link to it
+    return Version(0, bytes=read_regular(Path(file).resolve()))  # the cache has a link to it
 
 
 def upload_model(
-    name: str, model: Model, *, private: bool, token: str | None, endpoint: str | None
+    name: str, model: LearnedModel, *, private: bool, token: str | None, endpoint: str | None
 ) -> str:
     """Upload a model, its description and its card in one commit; return the commit's URL.
 
     Raises:
         HubError: The hub refused it or cannot be reached.
     """
-    backbone = model.description.backbone
-    if backbone.path is not None:  # a folder of this machine is nobody else's business
-        name_only = {"path": None, "name": Path(backbone.name).name}
-        backbone = backbone.model_copy(update=name_only)
-    described = model.description.model_copy(update={"backbone": backbone})
-    model = dataclasses.replace(model, description=described)
-    files = {MODEL: encode_model(model), **copies(described)}
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    if model.backbone.path is not None:  # local paths are not written to the card
+        name_only = {"path": None, "name": Path(model.backbone.name).name}
+        model = dataclasses.replace(model, backbone=model.backbone.model_copy(update=name_only))
+    description = model.description()
+    content = Version.of(description, model.arrays()).content
+    files = {MODEL: content, **copies(description)}
     api = HfApi(token=token, endpoint=endpoint)
     try:
         api.create_repo(name, private=private, exist_ok=True)
         commit = api.create_commit(
             name,
             [CommitOperationAdd(path, content) for path, content in files.items()],
-            commit_message=counted(len(model.description.classes), "class"),
+            commit_message=counted(len(model.classes), "class"),
         )
     except Exception as error:  # without a network, the error of whichever HTTP library is used
         raise HubError(name, "uploaded", error) from error

@@ -1,163 +1,150 @@
-"""Steps of a lesson: its engine, its task, its checkpoints and the record of its outcome."""
+"""One lesson, from images to what the model is afterwards and what there is to tell about it."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
-from coda_prompt import errors
-from coda_prompt.images.labelled import Labelled
-from coda_prompt.images.sources import FileSplit
-from coda_prompt.learner import calibration
-from coda_prompt.learner.advice import images_of_other_kind
-from coda_prompt.learner.evaluation import accuracy, accuracy_by_class, rows
-from coda_prompt.learner.hints import lesson_hints
-from coda_prompt.learner.network import Network
-from coda_prompt.learner.resemblance import typicality_finding
-from coda_prompt.learner.results import ClassAccuracy, Learned
-from coda_prompt.learner.store import TaskRecord, WatchedAccuracy
-from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownDetector
-from coda_prompt.research.methods.options import make_config
-from coda_prompt.research.seeding import keyed_generator
-from coda_prompt.research.streams.stream import Samples, Task
-from coda_prompt.research.training.checkpointing import Checkpointer
-from coda_prompt.research.training.settings import Training
-from coda_prompt.storage.files import as_json
-
-if TYPE_CHECKING:
-    from coda_prompt.research.training.engine import Engine
+from coda_prompt.encoder.encoder import Encoder, Prompts
+from coda_prompt.encoder.threads import in_threads
+from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted, MissingExtra
+from coda_prompt.images.kinds import is_drawing
+from coda_prompt.images.labelled import Labelled, Sample
+from coda_prompt.images.reading import FULL_SIZE
+from coda_prompt.learner import findings
+from coda_prompt.learner.evaluation import accuracy_by_class, among_all_and_own
+from coda_prompt.learner.hashes import Hashes, image_hash
+from coda_prompt.learner.model import PROMPTED, LearnedModel, LinearHead
+from coda_prompt.learner.records import TaskRecord, WatchedAccuracy
+from coda_prompt.learner.results import ClassAccuracy, Learned, Progress
+from coda_prompt.seeding import keyed_generator
+from coda_prompt.statistics import calibration
+from coda_prompt.statistics.classifier import Classifier
+from coda_prompt.statistics.unknown import DEFAULT_RATE
 
 MIN_IMAGES_TO_HOLD_OUT, MIN_IMAGES_TO_TRAIN = 5, 2
-NOT_IDENTIFYING = {"watched", "files", "predictions", "drawings"}
-"""Fields of earlier lessons that do not influence a lesson."""
+MAX_SAMPLES = 40
+"""Images of a lesson whose size and kind are examined."""
+
+Rows = NDArray[np.int64]
 
 
-def lesson_training(network: Network, **options: Any) -> Training:
-    """Return the training with options for one lesson only; those that are None change nothing."""
-    if options["epochs"] is not None and network.method.closed_form:
-        problem = f"{network.entry.name} has nothing to train; leave it out"
-        raise errors.BadOption("learn", "epochs", problem)
-    changes = {name: value for name, value in options.items() if value is not None}
-    values = {**dataclasses.asdict(network.training), **changes}
-    return make_config(Training, "the training", values)
+@dataclass(frozen=True)
+class LessonOptions:
+    """How one lesson is learned."""
+
+    validation: float = 0.2
+    """Share of each class that is held out until accuracy and calibration have been measured."""
+    skip_bad: bool = False
+    """Leave out images that cannot be read instead of failing."""
+    find_duplicates: bool | None = None
+    """Compare the images with those of earlier lessons; None: if these did."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Options of the training of prompts."""
+    progress: Path | None = None
+    """Folder for checkpoints of the training of prompts."""
+    stop: Callable[[], bool] = lambda: False
+    """Polled after each image and each step; once true, the lesson ends."""
+    on_progress: Callable[[Progress], object] = lambda progress: None
 
 
-def make_task(network: Network, images: Labelled, validation: float) -> Task:
-    """Number the classes as rows of the head and hold out a share of each class."""
-    if not 0 <= validation < 1:
-        raise errors.BadOption("learn", "validation", f"{validation} is not in [0, 1)")
-    index, known = len(network.tasks), network.classes
-    names = [*known, *(name for name in images.names if name not in known)]
-    own = np.array([names.index(name) for name in images.names])
-    labels = own[images.split.labels]
-    held_out = np.zeros(len(labels), bool)
-    seed = network.training.seed
-    for row, name in zip(own, images.names, strict=True):
-        members = np.flatnonzero(labels == row)
-        # Keyed by the class: it holds out the same images in any lesson, beside any other class.
-        generator = keyed_generator(seed, name, "held out")
-        order = torch.randperm(len(members), generator=generator).numpy()
-        if validation and len(members) >= MIN_IMAGES_TO_HOLD_OUT:
-            count = max(1, round(validation * len(members)))
-            count = min(count, len(members) - MIN_IMAGES_TO_TRAIN)
-            held_out[members[order[:count]]] = True
-    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    return Task(
-        index,
-        tuple(sorted(own.tolist())),
-        Samples(images.split, train, labels[train]),
-        Samples(images.split, test, labels[test]),
-    )
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What is kept of the images of a lesson: each was decoded and passed through the encoder."""
 
-
-def open_checkpoints(
-    network: Network, folder: Path, images: Labelled, training: Training, validation: float
-) -> Checkpointer:
-    """Open the checkpoints of a lesson, identified by everything that decides its result.
-
-    Raises:
-        UnfinishedLesson: The folder has checkpoints of a different lesson.
-    """
-    sha256 = network.entry.sha256
-    identity: dict[str, Any] = as_json(
-        {
-            "tasks": [task.model_dump(exclude=NOT_IDENTIFYING) for task in network.tasks],
-            "images": images.fingerprint,
-            "names": images.names,
-            "validation": validation,
-            "training": dataclasses.asdict(training),
-            "method": [network.entry.name, dataclasses.asdict(network.method.config)],
-            **({} if sha256 is None else {"method_file": sha256}),
-            "backbone": network.fingerprint,
-        }
-    )
-    checkpointer = Checkpointer(folder, identity, writes=network.fabric.global_rank == 0)
-    other = checkpointer.other_training and checkpointer.other_training.identity
-    if isinstance(other, dict) and other.get("tasks") == identity["tasks"]:
-        raise errors.UnfinishedLesson(folder)
-    return checkpointer
+    positions: Rows
+    """The images that could be read."""
+    features: NDArray[np.float32]
+    """N x D."""
+    tokens: NDArray[np.float32]
+    """What the unknown score reads, N x T."""
+    samples: list[Sample]
+    """Size and kind of some of the images."""
+    hashes: Hashes
+    """N x BYTES; empty without `hashing`."""
+    bad: tuple[BadImage, ...] = ()
 
 
 def teach(
-    network: Network,
-    images: Labelled,
-    task: Task,
-    engine: Engine,
-    checkpointer: Checkpointer | None,
-    checked: Labelled | None,
-    find_duplicates: bool | None,
-) -> tuple[TaskRecord, float, Learned]:
-    """Train the method, and let the detector of unknown images and the hashes learn the images.
+    model: LearnedModel, images: Labelled, options: LessonOptions, checked: Labelled | None = None
+) -> tuple[LearnedModel, Learned]:
+    """Learn images: new classes, and more images of known ones.
 
     Args:
-        network: What learns; its list of lessons is not changed.
-        images: The images of the lesson.
-        task: The same, numbered and split.
-        engine: Trains the method.
-        checkpointer: Saves the training; a training that it has saved before is resumed.
+        model: What has been learned before.
+        images: The images with their classes.
+        options: How they are learned.
         checked: Images of known classes, which are evaluated before and after.
-        find_duplicates: Compare the images with those of earlier lessons; None: if these did.
 
     Returns:
-        The record of the lesson for the model, the temperature of the probabilities after it, and
-        its outcome for the caller.
+        What has been learned now, and the outcome of the lesson.
+
+    Raises:
+        BadImages: Images that cannot be read, without `skip_bad`.
+        Interrupted: `stop` became true.
     """
-    known, detector, hashes = network.classes, network.detector, network.hashes
-    before, after, repeated = {}, {}, list[str]()
-    if checked is not None:
-        before = known_accuracies(network, checked, known, engine)
-    tokens = engine.plain_tokens(network.method, task.train)
-    engine.learn(network.method, task, checkpointer=checkpointer)
-    labels, positions = torch.from_numpy(task.train.labels), task.train.indices
-    taught = detector.learned(tokens, labels, network.method.classes_seen)
-    record, temperature = make_record(network, images, task, engine, taught)
-    if before and checked is not None:
-        after = known_accuracies(network, checked, known, engine)
-        record = record.model_copy(update={"watched": watched_accuracy(before, after)})
-    names = [*known, *record.new]
-    class_tokens = tokens[:, : network.method.vit_config.width]
-    hints = lesson_hints(
-        class_tokens,
-        labels,
-        names,
-        detector,
-        lambda at: images.name(positions[at]),
-        suited=not images_of_other_kind(network, images),
+    started = time.perf_counter()
+    if not 0 <= options.validation < 1:
+        raise BadOption("learn", "validation", f"{options.validation} is not in [0, 1)")
+    hashing = (
+        bool(len(model.hashes)) if options.find_duplicates is None else options.find_duplicates
     )
-    continued = labels < len(known)
-    if continued.any() and network.predictor.scorer.can_reject(DEFAULT_RATE):
-        typicality = network.predictor.scorer(tokens[continued].cpu())
-        hints += tuple(typicality_finding(typicality, "images of known classes"))
-    if len(hashes.rows) if find_duplicates is None else find_duplicates:
-        hashes, repeated = hashes.learned(images, names)
-    # Assigned at the end: if anything above fails, the network is as before.
-    network.detector, network.hashes = taught, hashes
-    outcome = Learned(
+    read = read_images(model.encoder, model.prompts, images, options, hashing=hashing)
+    images = images.selected(read.positions)
+    known, names = model.classes, [*model.classes]
+    names += [name for name in images.names if name not in known]
+    rows = np.array([names.index(name) for name in images.names])[images.split.labels]
+    held_out = hold_out(rows, names, options.validation, model.options.seed)
+
+    before = known_scores(model, checked, options)
+    warnings = findings.image_findings(model, images, read.samples, checked)
+    suited = not findings.images_of_other_kind(model, read.samples)
+    hints = findings.lesson_hints(
+        read.tokens, rows, names, model.detector.moments, partial(images.name), suited
+    )
+    prompted, read = train_prompts(model, images, rows, held_out, read, options)
+    measured = prompted.classifier
+    detector = prompted.detector.learned(read.tokens, rows, len(names))
+    if isinstance(measured, Classifier):
+        taught = measured.learned(read.features, rows, len(names))
+        if held_out.any():
+            part = ~held_out
+            measured = measured.learned(read.features[part], rows[part], len(names))
+        prompted = replace(prompted, classifier=taught)
+    scores = measured.scores(read.features[held_out]) if held_out.any() else None
+    record = lesson_record(model, images, read, rows[held_out], scores)
+    continued = rows < len(known)
+    if continued.any() and model.scorer.can_reject(DEFAULT_RATE):
+        typicality = model.scorer.typicality(read.tokens[continued])
+        hints += findings.typicality_finding(typicality, "images of known classes")
+    hashes = model.hashes
+    if hashing:
+        hints += findings.repeated_finding(read.hashes, hashes, names, images.name)
+        hashes = hashes.learned(read.hashes, rows)
+    learned = replace(prompted, detector=detector, hashes=hashes)
+    learned = learned.with_lessons([*model.tasks, record])
+    if scores is not None:
+        error = calibration.expected_calibration_error(scores, rows[held_out], learned.temperature)
+        record = record.model_copy(update={"calibration_error": error})
+    accuracies: dict[str, tuple[float, float]] = {}
+    if before is not None:
+        after = known_scores(learned, before.images, options, before)
+        record = record.model_copy(update={"watched": watched(before, after)})
+        accuracies = {
+            name: (each.accuracy, after.accuracies[name].accuracy)
+            for name, each in before.accuracies.items()
+        }
+    learned = replace(learned, tasks=(*model.tasks, record))
+    return learned, Learned(
         new=tuple(record.new),
         continued=tuple(record.continued),
         images=record.images,
@@ -165,104 +152,217 @@ def teach(
         accuracy=record.accuracy,
         accuracy_own=record.accuracy_own,
         calibration_error=record.calibration_error,
-        left_out=tuple(str(problem) for problem in images.bad),
-        forgotten={name: (before[name].accuracy, after[name].accuracy) for name in before},
-        checked={name: before[name].images for name in before},
-        hints=(*hints, *repeated),
-        held_out_images=tuple(task.test.indices.tolist()),
+        seconds=time.perf_counter() - started,
+        warnings=tuple(warnings),
+        left_out=tuple(str(problem) for problem in (*images.left_out, *read.bad)),
+        forgotten=accuracies,
+        checked={} if before is None else {n: a.images for n, a in before.accuracies.items()},
+        hints=tuple(hints),
+        held_out_images=tuple(read.positions[held_out].tolist()),
     )
-    return record, temperature, outcome
 
 
-def can_resume(error: Exception) -> bool:
-    """Return whether the same lesson may succeed when it is repeated.
-
-    It may if it was interrupted, or lacked a file, memory or a process; not if the training or a
-    method of the user's own is wrong.
-    """
-    if isinstance(error, errors.NonFiniteLoss | errors.BadMethod):
-        return False
-    temporary = (errors.CodaError, OSError, MemoryError, torch.cuda.OutOfMemoryError)
-    return isinstance(error, temporary)
+# -- its steps
 
 
-def make_record(
-    network: Network,
+def read_images(
+    encoder: Encoder,
+    prompts: Prompts | None,
     images: Labelled,
-    task: Task,
-    engine: Engine,
-    detector: UnknownDetector,
-) -> tuple[TaskRecord, float]:
+    options: LessonOptions,
+    *,
+    hashing: bool = False,
+) -> Read:
+    """Decode each image once and compute its features, in a thread for each core.
+
+    Raises:
+        BadImages: Images that cannot be read, without `skip_bad`.
+        Interrupted: `stop` became true.
+    """
+    split, count = images.split, len(images.split.labels)
+    sampled = set(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int).tolist())
+    lock = threading.Lock()
+
+    def one(index: int) -> tuple[Any, Sample | None, Hashes | None] | BadImage:
+        try:
+            image = images.decode(index, encoder.min_side, lock)
+        except BadImage as problem:
+            return problem
+        size = image.info.get(FULL_SIZE, image.size)
+        sample = Sample(size, is_drawing(image)) if index in sampled else None
+        encoded = encoder.encode(image, prompts)
+        return encoded, sample, image_hash(image) if hashing else None
+
+    results, bad = [], []
+    for done, result in enumerate(in_threads(one, range(count)), 1):
+        if options.stop():
+            raise Interrupted
+        if isinstance(result, BadImage):
+            bad.append((done - 1, result))
+        else:
+            results.append((done - 1, *result))
+        options.on_progress(Progress("reading images", done, count))
+    if bad and not (options.skip_bad and results):
+        raise BadImages([problem for _, problem in bad])
+    assert split is images.split
+    return Read(
+        np.array([position for position, *_ in results], np.int64),
+        np.stack([encoded.features for _, encoded, _, _ in results]),
+        np.stack([encoded.tokens for _, encoded, _, _ in results]),
+        [sample for _, _, sample, _ in results if sample is not None],
+        np.stack([hashed for *_, hashed in results]) if hashing else np.zeros((0, 0), np.uint8),
+        tuple(problem for _, problem in bad),
+    )
+
+
+def hold_out(rows: Rows, names: Sequence[str], share: float, seed: int) -> NDArray[np.bool_]:
+    """Choose a share of each class with enough images; no more than leaves two to learn from."""
+    chosen = np.zeros(len(rows), bool)
+    for row in np.unique(rows).tolist():
+        members = np.flatnonzero(rows == row)
+        if share and len(members) >= MIN_IMAGES_TO_HOLD_OUT:
+            count = min(max(1, round(share * len(members))), len(members) - MIN_IMAGES_TO_TRAIN)
+            # Keyed by the class: the same images in any lesson, beside any other class.
+            order = keyed_generator(seed, names[row], "held out").permutation(len(members))
+            chosen[members[order[:count]]] = True
+    return chosen
+
+
+def train_prompts(
+    model: LearnedModel,
+    images: Labelled,
+    rows: Rows,
+    held_out: NDArray[np.bool_],
+    read: Read,
+    options: LessonOptions,
+) -> tuple[LearnedModel, Read]:
+    """Train the prompts of a method that has them, and compute the features under them.
+
+    `coda-p` trains prompts and a head in every lesson, `coda-p-ranpac` prompts in the first one.
+
+    Raises:
+        MissingExtra: Prompts are trained, and torch is not installed.
+    """
+    if model.method not in PROMPTED or (model.prompts is not None and model.additive):
+        return model, read
+    try:
+        from coda_prompt.research.lessons import train
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"a lesson of {model.method}", "research") from error
+    trained = train(model, images, rows, held_out, options)
+    classifier = model.classifier
+    if isinstance(classifier, LinearHead):
+        weight, bias = (trained[f"head.{name}.frozen"] for name in ("weight", "bias"))
+        classifier = LinearHead(weight, bias)
+    prompted = replace(model, trained=trained, classifier=classifier)
+    again = replace(options, skip_bad=False)
+    return prompted, replace(
+        read, features=read_images(model.encoder, prompted.prompts, images, again).features
+    )
+
+
+def lesson_record(
+    model: LearnedModel,
+    images: Labelled,
+    read: Read,
+    truth: Rows,
+    scores: NDArray[np.float64] | None,
+) -> TaskRecord:
     """Describe the lesson, with accuracy and temperature measured on its held-out images.
 
-    Also return the temperature of the probabilities after the lesson.
-
     Args:
-        network: What has learned the lesson.
+        model: What had been learned before.
         images: The images of the lesson.
-        task: The same, numbered and split.
-        engine: Computes the logits of held-out images.
-        detector: Has learned the lesson too; its statistics determine the temperature.
+        read: The same.
+        truth: Rows of the held-out images.
+        scores: Of the held-out images, by what has learned the others; None: there are none.
     """
-    known, temperature, fitted_on = network.classes, network.method.temperature, 0
-    over_all, within, error = None, None, None
+    known = model.classes
     new = [name for name in images.names if name not in known]
+    names = [*known, *new]
+    default = model.classifier.default_temperature
+    temperature, fitted_on = default, 0
+    over_all, within = None, None
     predictions: dict[str, dict[str, int]] = {}
-    if len(task.test):
-        labels = torch.from_numpy(task.test.labels)
-        logits = engine.logits(network.method, task.test)
-        if logits.shape[1] > 1:
-            temperature = calibration.fit_temperature(logits, labels, temperature)
-            fitted_on = len(labels)
-        over_all, within = accuracy(logits, labels, torch.tensor(task.classes))
-        names = [*known, *new]
-        for row, predicted in zip(labels.tolist(), logits.argmax(dim=1).tolist(), strict=True):
+    if scores is not None:
+        if scores.shape[1] > 1:
+            temperature = calibration.fit_temperature(scores, truth, default)
+            fitted_on = len(truth)
+        own = np.array(sorted(names.index(name) for name in images.names))
+        over_all, within = among_all_and_own(scores, truth, own)
+        for row, predicted in zip(truth.tolist(), scores.argmax(axis=1).tolist(), strict=True):
             counts = predictions.setdefault(names[row], {})
             counts[names[predicted]] = counts.get(names[predicted], 0) + 1
-    fits = [(each.temperature, each.fitted_on) for each in network.tasks]
-    used = network.fitted_temperature([*fits, (temperature, fitted_on)], detector)
-    if len(task.test):
-        error = calibration.expected_calibration_error(logits, labels, used)
-    record = TaskRecord(
+    return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         new=new,
         continued=[name for name in images.names if name in known],
         images=images.counts(),
-        held_out=len(task.test),
+        held_out=len(truth),
         accuracy=over_all,
         accuracy_own=within,
-        calibration_error=error,
+        calibration_error=None,
         temperature=temperature,
         fitted_on=fitted_on,
-        drawings=sum(sample.drawing for sample in images.samples) / len(images.samples),
-        files=images.fingerprint if isinstance(images.split, FileSplit) else None,
+        drawings=sum(sample.drawing for sample in read.samples) / len(read.samples),
+        files=images.files_fingerprint,
         predictions=predictions,
     )
-    return record, used
 
 
-def watched_accuracy(
-    before: dict[str, ClassAccuracy], after: dict[str, ClassAccuracy]
-) -> WatchedAccuracy:
-    """Measure the accuracy on all images of older classes."""
-    images = sum(each.images for each in before.values())
+# -- what a lesson costs earlier classes
+
+
+@dataclass(frozen=True, eq=False)
+class KnownScores:
+    """How images of known classes are classified."""
+
+    images: Labelled
+    read: Read
+    accuracies: dict[str, ClassAccuracy]
+
+
+def known_scores(
+    model: LearnedModel,
+    images: Labelled | None,
+    options: LessonOptions,
+    before: KnownScores | None = None,
+) -> KnownScores | None:
+    """Classify images of known classes; None if there are none.
+
+    Args:
+        model: What classifies them.
+        images: The images, with other classes or without.
+        options: Those of the lesson.
+        before: The same for the model before the lesson, whose features are used again.
+    """
+    if before is None:
+        wanted = (
+            []
+            if images is None
+            else [row for row, n in enumerate(images.names) if n in model.classes]
+        )
+        if images is None or not wanted:
+            return None
+        images = images.selected(np.flatnonzero(np.isin(images.split.labels, wanted)))
+        read = read_images(model.encoder, model.prompts, images, options)
+        images = images.selected(read.positions)
+    else:
+        images, read = before.images, before.read
+        if model.method == "coda-p":  # new prompts change the features
+            read = read_images(model.encoder, model.prompts, images, options)
+    truth = np.array([model.classes.index(name) for name in images.names])[images.split.labels]
+    correct = model.scores(read.features).argmax(axis=1) == truth
+    return KnownScores(images, read, accuracy_by_class(images.names, images.split.labels, correct))
+
+
+def watched(before: KnownScores, after: KnownScores) -> WatchedAccuracy:
+    """Return the accuracy on all images of earlier classes, before and after the lesson."""
+    total = sum(each.images for each in before.accuracies.values())
     shares = [
-        sum(each.images * each.accuracy for each in part.values()) / images
+        sum(each.images * each.accuracy for each in part.accuracies.values()) / total
         for part in (before, after)
     ]
-    return WatchedAccuracy(classes=len(before), images=images, before=shares[0], after=shares[1])
-
-
-def known_accuracies(
-    network: Network, images: Labelled, names: list[str], engine: Engine
-) -> dict[str, ClassAccuracy]:
-    """Measure the accuracy of each of the classes `names` that is among the images."""
-    wanted = [row for row, name in enumerate(images.names) if name in names]
-    indices = np.flatnonzero(np.isin(images.split.labels, wanted))
-    if not len(indices):
-        return {}
-    labels = images.split.labels[indices]
-    truth = [images.names[label] for label in labels]
-    logits = engine.logits(network.method, Samples(images.split, indices, labels))
-    correct = logits.argmax(dim=1) == rows(truth, names)
-    return accuracy_by_class(images, indices, correct)
+    return WatchedAccuracy(
+        classes=len(before.accuracies), images=total, before=shares[0], after=shares[1]
+    )

@@ -9,10 +9,9 @@ from pathlib import Path
 from pydantic import ConfigDict
 
 from coda_prompt.errors import MissingData
-from coda_prompt.learner import store
 from coda_prompt.learner.checks import Checks, read_checks
-from coda_prompt.learner.store import Description, Model
-from coda_prompt.learner.versions import History, StoredVersion, stored_versions
+from coda_prompt.learner.folder import ModelFolder, Versions
+from coda_prompt.learner.records import Description
 
 DESCRIBED = ConfigDict(use_attribute_docstrings=True)
 """The service's reference describes each field by the docstring under it."""
@@ -98,29 +97,28 @@ class Difference:
     """Method, backbone, options, temperature, ... where they differ."""
 
 
-def history(current: Model, versions: History, folder: Path | None = None) -> ModelHistory:
+def history(versions: Versions, folder: Path | None = None) -> ModelHistory:
     """Return the history of a model.
 
     Args:
-        current: The current version.
-        versions: The stored ones.
+        versions: The current and the stored ones.
         folder: The model folder, which may have measurements of the service.
     """
     checks = Checks() if folder is None else read_checks(folder)
-    everything = [*versions.before, current, *versions.after]
-    models = [each.read() if isinstance(each, StoredVersion) else each for each in everything]
-    numbers = {_size(each.description): each.number for each in models}
+    numbers = {_size(each.description): each.number for each in versions.all}
     listed = tuple(
         VersionEntry(
             each.number,
             *_size(each.description),
             len(each.description.classes),
-            each is current,
+            each is versions.current,
             next(reversed(_entries(each.description, checks, {})), None),
         )
-        for each in models
+        for each in versions.all
     )
-    return ModelHistory(tuple(_entries(current.description, checks, numbers)), listed)
+    current = versions.current
+    entries = [] if current is None else _entries(current.description, checks, numbers)
+    return ModelHistory(tuple(entries), listed)
 
 
 def _size(description: Description) -> tuple[int, int]:
@@ -175,14 +173,12 @@ def read_named(name: str) -> Description:
     """
     folder, at, number = name.rpartition("@")
     if not at or not number.isdecimal() or Path(name).exists():
-        return store.read_model(Path(name)).description
-    current = store.read_model(Path(folder)).description
-    if current.number == int(number):
-        return current
-    versions = stored_versions(Path(folder), current)
-    for version in (*versions.before, *versions.after):
-        if version.number == int(number) and isinstance(version, StoredVersion):
-            return version.read().description
+        return ModelFolder(Path(name)).description()
+    source = ModelFolder(Path(folder))
+    source.description()  # raises if there is no model
+    for version in source.versions().all:
+        if version.number == int(number):
+            return version.description
     raise MissingData(folder, f"there is no version {number}", "'coda history' lists them.")
 
 

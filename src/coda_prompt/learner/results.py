@@ -1,11 +1,18 @@
-"""Results of `ContinualClassifier.learn` and `evaluate`."""
+"""Results of lessons and evaluations, and their progress."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from coda_prompt.learner.confusion import Confusion, ConfusionMatrix
-from coda_prompt.learner.separation import Separation
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a lesson, an evaluation or a prediction is."""
+
+    stage: str
+    """What is being done, in words."""
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Learned:
     images: dict[str, int]
     """Number of images of each class, including held-out images."""
     held_out: int
-    """Number of images held out to measure accuracy."""
+    """Number of images held out to measure accuracy; they were learned after that."""
     accuracy: float | None
     """Accuracy on the held-out images among all known classes; None if none were held out."""
     accuracy_own: float | None
@@ -65,6 +72,48 @@ class TaskAccuracy:
     """Accuracy among all known classes."""
     accuracy_own: float
     """Accuracy among the classes of this lesson."""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How often images of one class were predicted to be of another."""
+
+    true: str
+    """The class the images belong to."""
+    predicted: str
+    """The class that was predicted."""
+    images: int
+    """Images that were confused."""
+    share: float
+    """Of the images of the true class."""
+
+
+@dataclass(frozen=True)
+class ConfusionMatrix:
+    """Images by true and by predicted class."""
+
+    classes: tuple[str, ...]
+    """Classes that have images or were predicted, in the order in which they were learned."""
+    counts: tuple[tuple[int, ...], ...]
+    """One row for each true class, one column for each predicted class."""
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How well a model recognises images of classes it does not know."""
+
+    images: int
+    """Images of unknown classes."""
+    auroc: float
+    """Probability that an image of a known class is more typical than one of an unknown class."""
+    false_positive_rate: float
+    """Share of unknown images that are accepted if 95 % of the known ones are."""
+    rate: float
+    """The share of known images that was to be rejected."""
+    rejected_known: float
+    """The share of known images that is rejected at this rate."""
+    rejected_unknown: float
+    """The share of unknown images that is rejected at this rate."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coda_prompt.errors import CorruptFile, TooLong
 from coda_prompt.storage.files import read_regular, write_atomically
@@ -26,31 +29,30 @@ from coda_prompt.storage.headers import (
     values_sha256,
 )
 
-if TYPE_CHECKING:  # torch takes seconds to import, and reading a description does without it
-    from torch import Tensor
+Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class TensorFile:
     """The checked content of a file."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, NDArray[Any]]
     description: dict[str, Any] | None
     """None for a plain safetensors file."""
     sha256: str
     """As stated in the header; for a plain safetensors file, the hash of all its bytes."""
 
 
-def encode_tensors(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> bytes:
+def encode_tensors(tensors: Arrays, description: Mapping[str, Any]) -> bytes:
     """Return the bytes of a checked tensor file."""
     return _encode(tensors, description)[0]
 
 
-def _encode(tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> tuple[bytes, str]:
-    from safetensors.torch import save
+def _encode(tensors: Arrays, description: Mapping[str, Any]) -> tuple[bytes, str]:
+    from safetensors.numpy import save
 
-    # Cloned because safetensors refuses tensors that share memory.
-    values = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    values = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    values = {name: array.reshape(tensors[name].shape) for name, array in values.items()}
     sha256 = content_sha256(_values(values), description)
     header = json.dumps({**description, SHA256: sha256}, sort_keys=True)
     content = save(values, {DESCRIPTION: header})
@@ -71,7 +73,7 @@ def decode_tensors(content: bytes, path: object) -> TensorFile:
         CorruptFile: It is damaged, truncated or not a safetensors file.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.numpy import load
 
     description, sha256 = read_checked_description(content, path)
     try:
@@ -80,7 +82,7 @@ def decode_tensors(content: bytes, path: object) -> TensorFile:
         raise CorruptFile(path, f"cannot be read ({error})") from error
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> str:
+def write_tensors(path: Path, tensors: Arrays, description: Mapping[str, Any]) -> str:
     """Write a checked tensor file atomically and return its sha256."""
     content, sha256 = _encode(tensors, description)
     write_atomically(path, content)
@@ -97,12 +99,11 @@ def read_tensors(path: Path) -> TensorFile:
     return decode_tensors(read_regular(path), path)
 
 
-def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+def tensors_sha256(tensors: Arrays) -> str:
     """Hash names, types, shapes and values of tensors."""
     return values_sha256(_values(tensors))
 
 
-def _values(tensors: Mapping[str, Tensor]) -> Iterator[Values]:
-    for name, tensor in tensors.items():
-        values = tensor.detach().cpu().contiguous()
-        yield name, str(values.dtype), tuple(values.shape), values.numpy().tobytes()
+def _values(tensors: Arrays) -> Iterator[Values]:
+    for name, array in tensors.items():
+        yield name, f"torch.{array.dtype}", tuple(array.shape), array.tobytes()

@@ -34,6 +34,7 @@ from coda_prompt.research.bench.runs import (
 )
 from coda_prompt.research.methods import Method
 from coda_prompt.research.streams.stream import Stream
+from coda_prompt.research.tensors import as_arrays
 from coda_prompt.research.training.checkpointing import Checkpoint, Checkpointer
 from coda_prompt.research.training.devices import Devices, any_rank
 from coda_prompt.research.training.engine import Engine
@@ -259,7 +260,7 @@ def _write_result(job: Job, recorder: Recorder, memory: PeakMemory) -> None:
     recorder.finish()
     state = job.method.learned_state()
     if job.run.save_learned:
-        write_tensors(job.run.folder / LEARNED, state, {"method": job.run.method})
+        write_tensors(job.run.folder / LEARNED, as_arrays(state), {"method": job.run.method})
     names, tasks, groups = job.stream.class_names, job.stream.tasks, job.stream.groups
     result = {
         **_measurements(recorder.result),
@@ -271,7 +272,7 @@ def _write_result(job: Job, recorder: Recorder, memory: PeakMemory) -> None:
         "class_names": names,
         "untrained": [names[label] for task in tasks for label in task.untrained],
         "notes": job.stream.notes,
-        "learned_sha256": tensors_sha256(state),
+        "learned_sha256": tensors_sha256(as_arrays(state)),
         "learned_bytes": sum(tensor.nbytes for tensor in state.values()),
         "parameters": parameter_counts(job.method, job.backbone),
         "multiply_adds": _count_operations(job),

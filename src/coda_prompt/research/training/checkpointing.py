@@ -11,7 +11,6 @@ seed, task, epoch and image.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -28,6 +27,8 @@ from torch.optim import Optimizer
 
 from coda_prompt.errors import CorruptFile
 from coda_prompt.research.methods import Method
+from coda_prompt.research.tensors import as_arrays, as_tensors
+from coda_prompt.storage.checkpoints import own_files, remove_checkpoints
 from coda_prompt.storage.files import FileSchema, check_regular, read_regular, write_atomically
 from coda_prompt.storage.tensors import read_tensors, write_tensors
 
@@ -39,10 +40,6 @@ CHECKPOINT = "checkpoint-{:06}.json"
 LEARNED, TRAINING = "learned-{:06}.safetensors", "training-{:06}.safetensors"
 FILE_NAME = r"^(learned|training)-[0-9]{6,12}\.safetensors$"
 CHECKPOINT_NAME = re.compile(r"checkpoint-([0-9]{6,8})\.json")
-OWN_NAME = re.compile(
-    r"\.?(checkpoint-[0-9]{6,9}\.json|(learned|training)-[0-9]{6,12}\.safetensors)(\.[0-9]+\.tmp)?"
-)
-"""Files of a checkpointer, complete or being written."""
 
 
 class FileRecord(FileSchema):
@@ -159,7 +156,9 @@ class Checkpointer:
     def restore_learned(self, method: Method) -> None:
         """Load what the finished tasks learned."""
         if self._learned is not None:
-            method.load_learned_state(read_tensors(self.folder / self._learned.name).tensors)
+            method.load_learned_state(
+                as_tensors(read_tensors(self.folder / self._learned.name).tensors)
+            )
 
     def restore_training(self, method: Method, optimizer: Optimizer) -> TrainingPosition | None:
         """Load parameters and optimizer state if a task was interrupted.
@@ -175,7 +174,7 @@ class Checkpointer:
         if position is None or latest is None or latest.training is None:
             return None
         path = self.folder / latest.training.name
-        tensors = read_tensors(path).tensors
+        tensors = as_tensors(read_tensors(path).tensors)
         _load_parameters(method, tensors, path)
         if position.stage:
             _load_buffers(method, tensors, path)
@@ -207,7 +206,7 @@ class Checkpointer:
     def _write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name.format(self._number + 1)
-        sha256 = write_tensors(path, tensors, {"checkpoint": FORMAT})
+        sha256 = write_tensors(path, as_arrays(tensors), {"checkpoint": FORMAT})
         return FileRecord(name=path.name, sha256=sha256, size=path.stat().st_size)
 
     def _write_checkpoint(self, position: TrainingPosition, training: FileRecord | None) -> None:
@@ -235,7 +234,7 @@ class Checkpointer:
             checkpoint = self._read(path)
             if isinstance(checkpoint, Checkpoint):
                 needed |= {file.name for file in checkpoint.files}
-        for path in _own_files(self.folder):
+        for path in own_files(self.folder):
             if path.name not in needed:
                 path.unlink(missing_ok=True)
 
@@ -291,19 +290,6 @@ class Checkpointer:
         """Oldest first."""
         paths = self.folder.glob("checkpoint-*.json")
         return sorted((path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)), key=_number)
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Delete all checkpoints in a folder, and the folder if nothing else is in it."""
-    check_regular(folder, folder=True)
-    for path in _own_files(folder):
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: somebody else's files are in it
-        folder.rmdir()
-
-
-def _own_files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if OWN_NAME.fullmatch(path.name)]
 
 
 def _training_tensors(method: Method, optimizer: Optimizer, stage: int) -> dict[str, Tensor]:

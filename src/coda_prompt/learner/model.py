@@ -1,0 +1,349 @@
+"""`LearnedModel`: everything a classifier has learned, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.linalg import LinAlgError
+from numpy.typing import NDArray
+
+from coda_prompt import __version__
+from coda_prompt.encoder.encoder import Encoder, Prompts
+from coda_prompt.errors import BackboneMismatch, CorruptFile, UnknownName
+from coda_prompt.learner.hashes import LearnedHashes
+from coda_prompt.learner.records import (
+    FORMAT,
+    BackboneRecord,
+    Description,
+    EditRecord,
+    Options,
+    TaskRecord,
+    checked_description,
+)
+from coda_prompt.statistics import calibration
+from coda_prompt.statistics.classifier import OPTIONS, Classifier
+from coda_prompt.statistics.unknown import Prior, UnknownDetector, UnknownScorer
+from coda_prompt.storage.files import as_json
+
+Arrays = Mapping[str, NDArray[Any]]
+
+DEFAULT_METHOD = "ranpac"
+CLASSIFIERS: Mapping[str, str | None] = MappingProxyType(
+    {**{name: name for name in OPTIONS}, "coda-p-ranpac": "ranpac", "coda-p": None}
+)
+"""Method -> its closed-form classifier; None: a linear head, trained with the prompts."""
+PROMPTED = frozenset({"coda-p", "coda-p-ranpac"})
+"""Methods that train prompts: in every lesson, and in the first one."""
+MAX_SUM, MAX_COUNT = 1e16, 2**40
+"""Largest numbers in a model: products of two sums are finite in float32, sums of counts exact."""
+CONTRADICTION = "its statistics contradict each other"
+
+
+@dataclass(frozen=True, eq=False)
+class LinearHead:
+    """The head that was trained with the prompts of `coda-p`."""
+
+    weight: NDArray[np.float32]
+    """Classes x D."""
+    bias: NDArray[np.float32]
+
+    default_temperature = 1.0
+
+    def scores(self, features: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Compute the scores of features, N x classes."""
+        return (features @ self.weight.T + self.bias).astype(np.float64)
+
+    def distances(self, features: NDArray[np.floating]) -> None:
+        """There are no class means to be near to."""
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedModel:
+    """What lessons and edits have made: a value, which they replace by another one.
+
+    It has neither the encoder nor any image. `encoder` is what its features come from.
+    """
+
+    method: str
+    """A name in `CLASSIFIERS`."""
+    options: Options
+    encoder: Encoder
+    backbone: BackboneRecord
+    """How the encoder is named and recognised."""
+    classifier: Classifier | LinearHead
+    detector: UnknownDetector
+    hashes: LearnedHashes = field(default_factory=LearnedHashes)
+    trained: Arrays = field(default_factory=dict)
+    """What was trained: prompts and their keys, and with `coda-p` the head."""
+    tasks: tuple[TaskRecord, ...] = ()
+    """The lessons."""
+    edits: tuple[EditRecord, ...] = ()
+    temperature: float = 1.0
+    """Divides the scores before they become probabilities."""
+    number: int = 0
+    """Number of the version."""
+    parent: int | None = None
+    """Number of the version this one was made from."""
+
+    @classmethod
+    def empty(cls, encoder: Encoder, method: str, options: Options) -> LearnedModel:
+        """Return a model that has learned nothing.
+
+        Raises:
+            UnknownName: There is no such method.
+        """
+        description = encoder.description
+        backbone = BackboneRecord(
+            name=encoder.name,
+            fingerprint=encoder.fingerprint,
+            kind=encoder.kind,
+            revision=description.revision,
+            path=description.path,
+        )
+        classifier = _empty_classifier(method, encoder, options)
+        detector = UnknownDetector.empty(encoder.token_width, options.removable, _prior(encoder))
+        return cls(method, options, encoder, backbone, classifier, detector)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Class names, in the order in which they were learned."""
+        return [name for task in self.tasks for name in task.new]
+
+    @property
+    def additive(self) -> bool:
+        """Whether what was learned are sums over images, so that classes can be edited."""
+        return isinstance(self.classifier, Classifier)
+
+    # -- answers
+
+    @cached_property
+    def prompts(self) -> Prompts | None:
+        """The inputs of the prompted encoder; None without prompts."""
+        if not self.trained:
+            return None
+        return Prompts(*(self.trained[f"{name}.frozen"] for name in PROMPT_NAMES))
+
+    @cached_property
+    def scorer(self) -> UnknownScorer:
+        """Computes how typical images are of the learned classes.
+
+        Raises:
+            CorruptFile: The statistics contradict each other.
+        """
+        try:
+            return self.detector.scorer()
+        except LinAlgError as error:
+            raise CorruptFile("The model", CONTRADICTION) from error
+
+    def scores(self, features: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return the scores of features, N x classes.
+
+        Raises:
+            CorruptFile: The model has numbers that no lesson gives.
+        """
+        scores = self.classifier.scores(features)
+        if np.isnan(scores).any() or (scores == np.inf).any():
+            raise CorruptFile("The model", "its scores of an image are not finite")
+        return scores
+
+    def probabilities(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return calibrated probabilities for scores, N x classes."""
+        scaled = scores / self.temperature
+        powers = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+        result: NDArray[np.float64] = powers / powers.sum(axis=1, keepdims=True)
+        return result
+
+    # -- other values
+
+    def calibrated(self) -> LearnedModel:
+        """Return the model with the temperature that follows from its statistics and lessons.
+
+        Prompts change the features of which there are statistics; methods that have them use the
+        mean of the temperatures fitted on held-out images.
+        """
+        default = self.classifier.default_temperature
+        fits = [(task.temperature, task.fitted_on) for task in self.tasks]
+        if self.method in PROMPTED:
+            return replace(self, temperature=calibration.merge_temperatures(fits, default))
+        moments, width = self.detector.moments, self.encoder.width
+        covariance, freedom = moments.covariance()
+        temperature = calibration.expected_temperature(
+            self.classifier.scores,
+            moments.means()[:, :width],
+            moments.counts,
+            covariance[:width, :width],
+            freedom,
+            default,
+        )
+        return replace(self, temperature=temperature)
+
+    def with_lessons(
+        self, tasks: Sequence[TaskRecord], edit: EditRecord | None = None
+    ) -> LearnedModel:
+        """Return the model with other records of lessons, calibrated again."""
+        edits = self.edits if edit is None else (*self.edits, edit)
+        return replace(self, tasks=tuple(tasks), edits=edits).calibrated()
+
+    # -- the content of a file
+
+    def description(self) -> Description:
+        """Return everything but the arrays.
+
+        Raises:
+            CorruptFile: The model would be refused when it is read.
+        """
+        fields = dict(
+            format=FORMAT,
+            coda_prompt=__version__,
+            method=self.method,
+            options=self.options.model_dump(mode="json"),
+            backbone=self.backbone.model_dump(mode="json"),
+            classes=self.classes,
+            tasks=[task.model_dump(mode="json") for task in self.tasks],
+            temperature=self.temperature,
+            number=self.number,
+            parent=self.parent,
+            edits=[edit.model_dump(mode="json") for edit in self.edits],
+        )
+        return checked_description(as_json(fields), "The new version")
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all arrays by their names in the file."""
+        parts = {"unknown": self.detector.arrays(), "duplicates": self.hashes.arrays()}
+        if isinstance(self.classifier, Classifier):
+            parts["classifier"] = self.classifier.arrays()
+        parts["trained"] = dict(self.trained)
+        return {
+            f"{part}.{name}": array
+            for part, arrays in parts.items()
+            for name, array in arrays.items()
+        }
+
+    @classmethod
+    def of_file(
+        cls, description: Description, arrays: Arrays, encoder: Encoder, path: object
+    ) -> LearnedModel:
+        """Return the model in a file, which is not trusted.
+
+        Raises:
+            BackboneMismatch: It was made with another encoder.
+            CorruptFile: The arrays do not fit the description.
+        """
+        made_with = description.backbone
+        if made_with.fingerprint != encoder.fingerprint:
+            raise BackboneMismatch(path, made_with.fingerprint, encoder.fingerprint)
+        if description.method not in CLASSIFIERS:
+            problem = f"its method '{description.method}' is not part of coda-prompt"
+            raise CorruptFile(path, problem)
+        check_values(arrays, path)
+        classes, options = len(description.classes), description.options
+        try:
+            trained = _checked_trained(_part(arrays, "trained"), description, encoder)
+            name = CLASSIFIERS[description.method]
+            classifier: Classifier | LinearHead = (
+                LinearHead(*(trained[f"head.{each}.frozen"] for each in ("weight", "bias")))
+                if name is None and trained
+                else _empty_classifier(description.method, encoder, options)
+            )
+            if isinstance(classifier, Classifier):
+                own = _part(arrays, "classifier")
+                classifier = Classifier.of_arrays(classifier.options, encoder.width, own, classes)
+            statistics = _part(arrays, "unknown")
+            width, prior = encoder.token_width, _prior(encoder)
+            detector = UnknownDetector.of_arrays(
+                statistics, classes, width, options.removable, prior
+            )
+            hashes = LearnedHashes.of_arrays(_part(arrays, "duplicates"), classes)
+        except (ValueError, LookupError) as error:
+            problem = f"its arrays do not fit its classes and backbone ({error})"
+            raise CorruptFile(path, problem) from error
+        return cls(
+            description.method,
+            options,
+            encoder,
+            made_with,
+            classifier,
+            detector,
+            hashes,
+            trained,
+            tuple(description.tasks),
+            tuple(description.edits),
+            description.temperature,
+            description.number,
+            description.parent,
+        )
+
+
+PROMPT_NAMES = ("components", "keys", "attention")
+
+
+def _empty_classifier(method: str, encoder: Encoder, options: Options) -> Classifier | LinearHead:
+    if method not in CLASSIFIERS:
+        raise UnknownName("method", method, CLASSIFIERS)
+    name = CLASSIFIERS[method]
+    if name is None:
+        return LinearHead(np.zeros((0, encoder.width), np.float32), np.zeros(0, np.float32))
+    chosen = replace(OPTIONS[name], removable=options.removable, seed=options.seed)
+    return Classifier.empty(chosen, encoder.width)
+
+
+def _prior(encoder: Encoder) -> Prior | None:
+    arrays = encoder.prior()
+    return None if arrays is None else Prior(**arrays)
+
+
+def _part(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
+    start = f"{prefix}."
+    return {
+        name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)
+    }
+
+
+def _checked_trained(
+    arrays: dict[str, NDArray[Any]], description: Description, encoder: Encoder
+) -> dict[str, NDArray[Any]]:
+    """Return what was trained, after checking that it fits the encoder and the classes.
+
+    Raises:
+        ValueError, LookupError: It does not.
+    """
+    expected = description.method in PROMPTED and bool(description.tasks)
+    if bool(arrays) != expected:
+        raise ValueError("prompts are missing or unexpected")
+    if not arrays:
+        return arrays
+    components, keys, attention = (arrays[f"{name}.frozen"] for name in PROMPT_NAMES)
+    blocks, count, _, width = components.shape
+    if not blocks or width != encoder.width:
+        raise ValueError("the prompts are of another width")
+    if keys.shape != (blocks, count, width) or attention.shape != keys.shape:
+        raise ValueError("there is not one key for each component")
+    if description.method == "coda-p":
+        weight, bias = (arrays[f"head.{name}.frozen"] for name in ("weight", "bias"))
+        rows = len(description.classes)
+        if weight.shape != (rows, width) or bias.shape != (rows,):
+            raise ValueError("the head has other classes")
+    if any(array.dtype != np.float32 for name, array in arrays.items() if "task_sizes" not in name):
+        raise ValueError("they are not float32")
+    return arrays
+
+
+def check_values(arrays: Arrays, path: object) -> None:
+    """Check that numbers of a model can be calculated with.
+
+    Raises:
+        CorruptFile: There are NaN, infinite, huge or, among counts, negative ones.
+    """
+    for name, array in arrays.items():
+        low, high = (array.min().item(), array.max().item()) if array.size else (0, 0)
+        least, most = (-MAX_SUM, MAX_SUM) if array.dtype.kind == "f" else (0, MAX_COUNT)
+        # A class without images is never predicted: its bias is minus infinity.
+        if name == "classifier.bias" and low == -np.inf:
+            low = 0
+        if not (low >= least and high <= most):  # also if one of them is NaN
+            raise CorruptFile(path, "it has invalid values: NaN, inf, huge or negative ones")
