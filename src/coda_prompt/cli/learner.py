@@ -302,7 +302,8 @@ def _print_learned(
         lines.append(f"checked classes: {' -> '.join(shares)}")
     size = next(iter(folder.sizes().values())) / 1e6
     lines.append(
-        f"{console.decode_file_name(str(folder.path))}: {size:.2f} MB, learned in {learned.seconds:.1f} s"
+        f"{console.decode_file_name(str(folder.path))}: {size:.2f} MB, "
+        f"learned in {learned.seconds:.1f} s"
     )
     for line in lines:
         console.print_result(line)

@@ -1,7 +1,6 @@
 """The command that starts the HTTP service: serve."""
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
@@ -10,17 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from coda_prompt.cli.options import (
-    AsJson,
-    BackboneFile,
-    Device,
-    MethodFile,
-    PredictionPrecision,
-)
+from coda_prompt.cli.options import AsJson, BackboneFile
 from coda_prompt.console import print_json, print_message
 from coda_prompt.errors import BadOption, MissingExtra
 
@@ -55,15 +48,9 @@ def serve(
     ] = None,
     batching: Annotated[bool, typer.Option(help="Batch concurrent requests.")] = True,
     backbone: BackboneFile = None,
-    method: MethodFile = None,
-    device: Device = "auto",
-    precision: PredictionPrecision = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model over HTTP: predict, learn, and a web page to show and teach."""
-    # Threads that spin while they wait would slow down the other process: lessons, or predictions
-    # during a lesson. This takes effect because torch is not imported yet.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from coda_prompt.serve.access import AccessPolicy
         from coda_prompt.serve.server import Server
@@ -72,15 +59,12 @@ def serve(
         raise MissingExtra("coda serve", "serve") from error
     policy = AccessPolicy.of(host, token)
     with _model_folders(model, backbone) as folders, _listen(host, port) as listener:
-        settings: dict[str, Any] = {"batching": batching, "device": device, "precision": precision}
-        if model is not None:
-            settings["method"] = method
         services = {
             name: Service(
                 folder,
+                batching=batching,
                 temporary=model is None,
                 backbone=None if name == DRAWINGS and model is None else backbone,
-                **settings,
             )
             for name, folder in folders.items()
         }
@@ -116,7 +100,7 @@ def _model_folders(model: Path | None, backbone: str | None) -> Iterator[dict[st
         folders = {name: Path(temporary) / name for name in (DRAWINGS, PHOTOGRAPHS)}
         with resources.as_file(resources.files("coda_prompt") / "assets" / DEMO_MODEL) as original:
             shutil.copytree(original, folders[DRAWINGS])
-        ContinualClassifier(backbone or PHOTO_BACKBONE).save(folders[PHOTOGRAPHS])
+        ContinualClassifier(backbone or PHOTO_BACKBONE, verbose=False).save(folders[PHOTOGRAPHS])
         print_message(
             f"Serving temporary models for drawings and for photographs in {temporary}, which is "
             "deleted at the end. To save what you teach, serve a model of your own: "

@@ -19,15 +19,15 @@ from starlette.types import Lifespan
 from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
-from coda_prompt.images.preprocessing import input_kind
-from coda_prompt.learner.unknown import DEFAULT_RATE, UnknownRule
+from coda_prompt.learner.predict import check_rule, ranked
+from coda_prompt.statistics.unknown import DEFAULT_RATE, UnknownRule
 from coda_prompt.serve import downloads, editing, schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.editing import CurrentService
 from coda_prompt.serve.metrics import Metrics, MetricsMiddleware
 from coda_prompt.serve.problems import add_exception_handlers
 from coda_prompt.serve.requests import Images, read_examples, read_image, read_images
-from coda_prompt.serve.service import Answer, Job, Service
+from coda_prompt.serve.service import Answered, Job, Service
 from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels, make_preview
 
 PREDICT_TIMEOUT = 30.0
@@ -145,14 +145,14 @@ async def predict(
     With `unknown=auto`, images that are not typical of the learned classes are unknown.
     """
     rule = UnknownRule.parse(unknown, unknown_rate, unknown_below)
-    service.current.predictor.check(rule)
+    check_rule(service.current.model, rule)
 
-    async def answer() -> list[Answer]:
+    async def answer() -> list[Answered]:
         await asyncio.to_thread(check_total_pixels, images)
-        views = await asyncio.gather(
-            *(asyncio.to_thread(service.preprocess, content, name) for name, content in images)
+        decoded = await asyncio.gather(
+            *(asyncio.to_thread(service.decode, content, name) for name, content in images)
         )
-        return await service.batcher.run(views)
+        return await service.batcher.run(decoded)
 
     with service.batcher.admit(len(images)):
         try:
@@ -162,7 +162,7 @@ async def predict(
             raise RequestError(504, detail) from None
     metrics.images.inc(len(answers))
     predictions = [
-        each.version.predictor.rank(each.probabilities, top, rule, each.typicality).as_dict()
+        ranked(each.version.classes, each.answer, top, rule).as_dict()
         for each in answers
     ]
     return {"version": answers[0].version.name, "predictions": predictions}
@@ -254,7 +254,7 @@ async def model(service: CurrentService, request: Request) -> dict[str, Any]:
         "version": version.name,
         "method": version.classifier.method_name,
         "backbone": version.classifier.backbone_name,
-        "input": input_kind(service.preprocessing.channels),
+        "input": service.encoder.kind,
         "tasks": version.classifier.tasks_,
         "can_undo": version.classifier.can_undo,
         "can_redo": version.classifier.can_redo,

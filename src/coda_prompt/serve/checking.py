@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from coda_prompt.learner.classifier import ContinualClassifier
 from coda_prompt.learner.results import Learned
-from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.serve.uploads import Example, decode_image
 
-TEST_DRAWINGS = 5
-"""Test drawings of each class of pocket."""
 MAX_PER_CLASS, MAX_HELD_OUT = 4, 32
 """Held-out images of each class and of all classes."""
 
@@ -35,9 +31,9 @@ class CheckImage:
 
 
 class CheckImages:
-    """Test drawings of the classes of pocket, and held-out images of the lessons so far.
+    """Images that lessons have held out.
 
-    Held-out images are in memory only, as long as the learning process runs.
+    They are in memory only, as long as the learning process runs.
     """
 
     def __init__(self) -> None:
@@ -60,8 +56,6 @@ class CheckImages:
         names = [name for name in classes if name in self._held_out][-MAX_HELD_OUT:]
         count = max(1, MAX_HELD_OUT // max(1, len(names)))
         images = [image for name in names for image in self._held_out[name][:count]]
-        if classifier.backbone_name == "pocket":
-            images += [image for name in classes for image in self._test_drawings.get(name, [])]
         return images
 
     def accuracy(
@@ -84,16 +78,3 @@ class CheckImages:
             right = predicted == [image.label for image in new]
             self._right.update(zip(new, right.tolist(), strict=True))
         return float(np.mean([self._right[image] for image in images])) if images else None
-
-    @cached_property
-    def _test_drawings(self) -> dict[str, list[CheckImage]]:
-        """Test drawings of each class of pocket."""
-        source = pocket_source()
-        test: Any = source.test
-        return {
-            name: [
-                CheckImage(name, test.images[index].copy())  # not a view of all drawings
-                for index in np.flatnonzero(test.labels == row)[:TEST_DRAWINGS]
-            ]
-            for row, name in enumerate(source.class_names)
-        }

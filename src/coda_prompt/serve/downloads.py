@@ -13,7 +13,9 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from coda_prompt.learner import held_out, store
+from coda_prompt.learner import held_out
+from coda_prompt.learner.folder import MODEL, copies
+from coda_prompt.learner.folder import Version as FileVersion
 from coda_prompt.serve import schemas
 from coda_prompt.serve.editing import CurrentService
 from coda_prompt.serve.learning_process import MAX_REASON_LENGTH
@@ -47,7 +49,7 @@ async def accuracy(service: CurrentService) -> dict[str, Any]:
     after these lessons.
     """
     version = service.current
-    summary = held_out.summarize(version.classifier.network.tasks)
+    summary = held_out.summarize(version.classifier.model.tasks)
     return {"version": version.name, **dataclasses.asdict(summary)}
 
 
@@ -64,15 +66,17 @@ async def model_onnx(service: CurrentService) -> Response:
     """Download the model with its backbone as one ONNX graph, from pixels to probabilities."""
     async with service.exporting:
         version = await service.after_edits()
-        version.predictor  # noqa: B018 (refuses a model without classes)
+        version.model  # noqa: B018 (refuses a model without classes)
         content = await _export(service, version)
     return _attachment(content, "application/octet-stream", f"model-{version.name}.onnx")
 
 
 def _files(version: Version) -> dict[str, bytes]:
     """Return the content of each file of a model folder."""
-    model = version.classifier._model()
-    return {store.MODEL: store.encode_model(model), **store.copies(model.description)}
+    model = version.classifier.model
+    description = model.description()
+    content = FileVersion.of(description, model.arrays()).content
+    return {MODEL: content, **copies(description)}
 
 
 def _zip(version: Version) -> bytes:
@@ -90,12 +94,7 @@ async def _export(service: Service, version: Version) -> bytes:
         folder.mkdir()
         for name, content in (await asyncio.to_thread(_files, version)).items():
             (folder / name).write_bytes(content)
-        parts = [
-            part
-            for name, value in service.parts.items()
-            if value is not None
-            for part in (f"--{name}", value)
-        ]
+        parts = [] if service.backbone is None else ["--backbone", service.backbone]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "coda_prompt", "export", str(folder), str(out), *parts,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,

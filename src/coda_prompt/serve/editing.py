@@ -11,8 +11,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 
 from coda_prompt.errors import CorruptFile
-from coda_prompt.learner import editing, reports, store
+from coda_prompt.learner import reports
 from coda_prompt.learner.classifier import ContinualClassifier
+from coda_prompt.learner.edit import check_mergeable
+from coda_prompt.learner.folder import decode_model
 from coda_prompt.serve import schemas
 from coda_prompt.serve.learning import ExampleDataset
 from coda_prompt.serve.requests import json_reader, read_examples
@@ -121,11 +123,11 @@ async def merge(
     """Join another model into this one: the body is its `model.safetensors`."""
     content, name = await request.body(), "The uploaded model"
     try:
-        model = await asyncio.to_thread(store.decode_model, content, name)
-        editing.check_mergeable(service.current.classifier, model.description)
+        description, _ = await asyncio.to_thread(decode_model, content, name)
+        check_mergeable(service.current.classifier.model, description)
 
         def change(classifier: ContinualClassifier) -> None:
-            editing.join_model(classifier, model, name, count_twice)
+            classifier.join(content, name, count_twice=count_twice)
 
         return await _edit(service, change)
     except CorruptFile as error:
@@ -160,7 +162,7 @@ async def diff(service: CurrentService, version: StoredVersion) -> reports.Diffe
     """Show how a stored version (first) and the current one (second) differ."""
 
     def compare(_: ContinualClassifier) -> reports.Difference:
-        first = reports.read_named(f"{service.folder}@{version}")
-        return reports.difference(first, reports.read_named(str(service.folder)))
+        first = reports.read_named(f"{service.folder.path}@{version}")
+        return reports.difference(first, reports.read_named(str(service.folder.path)))
 
     return await service.read(compare)

@@ -1,8 +1,8 @@
-"""The learning process of the service: it has torch and the model loaded before a lesson comes.
+"""The learning process of the service: it has the model loaded before a lesson comes.
 
-    python -m coda_prompt.serve.learning MODEL PARTS
+    python -m coda_prompt.serve.learning MODEL BACKBONE
 
-PARTS is JSON with `backbone` and `method` as in `ContinualClassifier.load`. Standard input, for
+BACKBONE is JSON: null or a text, as in `ContinualClassifier.load`. Standard input, for
 each lesson: a JSON line with `labels` and `sizes`, then the image files' bytes; a lesson without
 images reloads the model if it has changed. Standard output: JSON lines with a `kind` (`progress`,
 `learned`, `failed`, and `idle` when the process waits for the next lesson). The process exits when
@@ -21,13 +21,14 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from PIL import Image
 
 from coda_prompt.errors import CodaError
-from coda_prompt.learner import checks, store
+from coda_prompt.learner import checks
 from coda_prompt.learner.classifier import ContinualClassifier
-from coda_prompt.research.training.settings import Event
+from coda_prompt.learner.folder import ModelFolder
+from coda_prompt.learner.records import WatchedAccuracy
+from coda_prompt.learner.results import Progress
 from coda_prompt.serve.checking import CheckImages
 from coda_prompt.serve.uploads import Example, decode_image
 from coda_prompt.shutdown import exit_with_parent
@@ -43,19 +44,14 @@ class ProgressReporter:
         self.started = time.monotonic()
         self._last = 0.0
 
-    def on_event(self, event: Event) -> None:
-        if event.kind == "pass":
-            stage, share = "looking", event.step / max(1, event.steps)
-        elif event.kind in ("step", "epoch"):
-            done = event.epoch * event.steps + event.step
-            stage, share = "learning", done / max(1, event.epochs * event.steps)
-        else:
-            return
+    def on_progress(self, progress: Progress) -> None:
+        stage = "looking" if progress.stage == "reading images" else "learning"
+        share = progress.done / max(1, progress.total)
         now = time.monotonic()
         if now - self._last >= PROGRESS_INTERVAL:
             self._last = now
             left = None
-            if stage == "learning" and share > 0:
+            if share > 0:
                 left = (now - self.started) * (1 - share) / share
             send_line("progress", stage=stage, share=share, seconds_left=left)
 
@@ -103,38 +99,34 @@ class ExampleDataset:
 class Teacher:
     """Runs lessons on a model folder, with the model in memory from one lesson to the next."""
 
-    def __init__(self, model: Path, options: dict[str, Any]) -> None:
-        self.model, self.options = model, options
+    def __init__(self, folder: ModelFolder, backbone: str | None) -> None:
+        self.folder, self.backbone = folder, backbone
         self._classifier: ContinualClassifier | None = None
         self._sha256: str | None = None
         self._check_images = CheckImages()
 
     def warm_up(self) -> None:
-        """Load the model and run its backbone once. Errors are those of the next lesson."""
-        import coda_prompt.research.training.engine  # noqa: F401 (slow; lessons import it when they start)
-
+        """Load the model and run its encoder once. Errors are those of the next lesson."""
         with contextlib.suppress(CodaError, OSError):
             classifier = self._current()
-            preprocessing = classifier.network.views.preprocessing
-            side = preprocessing.size
-            with torch.inference_mode():
-                image = torch.zeros(1, preprocessing.channels, side, side)
-                classifier.network.backbone.vit.features(image.to(classifier.network.fabric.device))
+            classifier.model.encoder.encode(Image.new("RGB", (8, 8)), classifier.model.prompts)
             self._check_images.accuracy(classifier, self._sha256, classifier.classes_)
 
     def teach(self, examples: list[Example]) -> None:
         """Learn the examples, replace the model, then measure what the lesson made it forget."""
         started = time.monotonic()
         try:
-            with store.exclusive_writer(self.model):
+            with self.folder.writing():
                 classifier = self._current()
                 known = list(classifier.classes_)
                 before = self._check_images.accuracy(classifier, self._sha256, known)
                 reporter = ProgressReporter()
-                learned = classifier.learn(ExampleDataset(examples), on_event=reporter.on_event)
+                learned = classifier.learn(
+                    ExampleDataset(examples), on_progress=reporter.on_progress
+                )
                 send_line("progress", stage="saving", share=1.0, seconds_left=0.0)
-                classifier.write(self.model)
-                self._sha256 = store.model_sha256(self.model)
+                classifier.write(self.folder)
+                self._sha256 = self.folder.sha256
         except (CodaError, OSError) as error:
             self._classifier = None  # it may have learned what could not be saved
             reason = str(error)
@@ -159,23 +151,21 @@ class Teacher:
         after = self._check_images.accuracy(classifier, self._sha256, known)
         assert after is not None
         classes = len({image.label for image in images})
-        measured = store.WatchedAccuracy(
+        measured = WatchedAccuracy(
             classes=classes, images=len(images), before=before, after=after
         )
-        tasks = classifier.network.tasks
+        tasks = classifier.model.tasks
         with contextlib.suppress(OSError):
-            checks.add_check(self.model, len(tasks), tasks[-1], measured)
+            checks.add_check(self.folder.path, len(tasks), tasks[-1], measured)
         return measured.model_dump()
 
     def _current(self) -> ContinualClassifier:
         """Return the model in the folder, read again if it is another one than the last."""
-        sha256, classifier = store.model_sha256(self.model), self._classifier
+        sha256, classifier = self.folder.sha256, self._classifier
         if classifier is None or sha256 != self._sha256:
-            options = self.options
-            if classifier is not None:
-                options = {**options, "backbone": classifier.network.backbone}
+            known = self.backbone if classifier is None else classifier.model.encoder
             self._classifier = classifier = ContinualClassifier.load(
-                self.model, verbose=False, **options
+                self.folder.path, verbose=False, backbone=known
             )
             self._sha256 = sha256
         return classifier
@@ -184,7 +174,7 @@ class Teacher:
 def main() -> None:
     exit_with_parent(os.getppid(), 3)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the service, which decides
-    teacher = Teacher(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    teacher = Teacher(ModelFolder(Path(sys.argv[1])), json.loads(sys.argv[2]))
     teacher.warm_up()
     send_line("idle")
     while (examples := read_examples(sys.stdin.buffer)) is not None:

@@ -28,11 +28,11 @@ class LearningProcess:
 
     Args:
         folder: The model folder.
-        options: `device`, `precision`, `backbone` and `method` of `ContinualClassifier.load`.
+        backbone: As in `ContinualClassifier.load`.
     """
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self._command = (sys.executable, "-m", learning.__name__, str(folder), json.dumps(options))
+    def __init__(self, folder: Path, backbone: str | None) -> None:
+        self._command = (sys.executable, "-m", learning.__name__, str(folder), json.dumps(backbone))
         self._lock = asyncio.Lock()
         self._process: Process | None = None
         self._stderr: asyncio.Task[bytes] | None = None

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import models_json_schema
 
-from coda_prompt.learner.confusion import Confusion
 from coda_prompt.learner.explanation import Neighbour, PromptWeights
 from coda_prompt.learner.held_out import HeldOutClass
-from coda_prompt.learner.predictor import Prediction
+from coda_prompt.learner.predict import Prediction
 from coda_prompt.learner.reports import DESCRIBED
+from coda_prompt.learner.results import Confusion
 from coda_prompt.serve.uploads import MAX_IMAGES_LEARN, MAX_IMAGES_PREDICT
 
 if TYPE_CHECKING:

@@ -12,24 +12,23 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from numpy.typing import NDArray
+from PIL import Image
 from pydantic import PrivateAttr
-from torch import Tensor
 
+from coda_prompt.encoder.encoder import Encoder
+from coda_prompt.encoder.threads import in_threads
 from coda_prompt.errors import CodaError
-from coda_prompt.images.preprocessing import Preprocessing
-from coda_prompt.learner import store
-from coda_prompt.learner.classifier import ContinualClassifier
-from coda_prompt.learner.editing import edited
+from coda_prompt.learner.classifier import ContinualClassifier, edited
 from coda_prompt.learner.explanation import Explanation, explain
-from coda_prompt.learner.predictor import Predictor
-from coda_prompt.learner.typicality import images_needed
-from coda_prompt.learner.unknown import DEFAULT_RATE
-from coda_prompt.research.training.local import PredictionPrecision, find_device
-from coda_prompt.research.vit.catalog import LoadedBackbone
+from coda_prompt.learner.folder import ModelFolder
+from coda_prompt.learner.model import LearnedModel
+from coda_prompt.learner.predict import Answer, answer
 from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
 from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
+from coda_prompt.statistics.unknown import DEFAULT_RATE, images_needed
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
@@ -49,28 +48,31 @@ class Version:
     classifier: ContinualClassifier
     classes: tuple[str, ...]
 
-    @cached_property
-    def predictor(self) -> Predictor:
+    @property
+    def model(self) -> LearnedModel:
+        """What has been learned.
+
+        Raises:
+            RequestError: Nothing.
+        """
         if not self.classes:
             raise RequestError(409, "The model has not learned any class yet.")
-        return self.classifier.predictor
+        return self.classifier.model
 
     @cached_property
     def missing_images(self) -> int:
         """How many more images `unknown=auto` needs at its default rate."""
         if not self.classes:
             return images_needed(DEFAULT_RATE)
-        return self.predictor.scorer.missing_images(DEFAULT_RATE)
+        return self.model.scorer.missing_images(DEFAULT_RATE)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The class probabilities of one image."""
+class Answered:
+    """The answer for one image, and the version that gave it."""
 
     version: Version
-    probabilities: Tensor
-    typicality: float
-    """How typical the image is of the learned classes."""
+    answer: Answer
 
 
 class Job(JobState):
@@ -97,10 +99,7 @@ class Service:
     Args:
         folder: The model folder.
         batching: Whether concurrent requests share forward passes.
-        device: `auto`, `cpu`, `cuda` or `mps`.
-        precision: Of predictions; as in `ContinualClassifier`.
         backbone: As in `ContinualClassifier.load`.
-        method: As in `ContinualClassifier.load`.
         temporary: Whether the folder is deleted when the service stops.
     """
 
@@ -109,19 +108,13 @@ class Service:
         folder: Path,
         *,
         batching: bool,
-        device: str,
-        precision: PredictionPrecision | None = None,
         backbone: str | None = None,
-        method: str | None = None,
         temporary: bool = False,
     ) -> None:
-        self.folder, self.temporary = folder, temporary
-        self.fabric = find_device(device, precision)
-        self.parts: dict[str, Any] = {"backbone": backbone, "method": method}
-        self.options = {"device": device, "precision": precision, **self.parts}
-        """How other processes load the model."""
-        self.current = self._read(None)
-        self.process = LearningProcess(folder, self.options)
+        self.folder, self.temporary = ModelFolder(folder), temporary
+        self.backbone = backbone
+        self.current = self._read(backbone)
+        self.process = LearningProcess(folder, backbone)
         self._changed = asyncio.Event()
         self.closing = False
         self.jobs: dict[str, Job] = {}
@@ -131,34 +124,28 @@ class Service:
         self.exporting = asyncio.Lock()
         self._lessons: set[asyncio.Task[None]] = set()
         limits: dict[str, Any] = {} if batching else {"max_batch": 1, "max_wait": 0.0}
-        self.batcher: Batcher[Tensor, Answer] = Batcher(self._predict_batch, **limits)
+        self.batcher: Batcher[Image.Image, Answered] = Batcher(self._predict_batch, **limits)
         self.passes = 0
 
     # -- predicting
 
-    @property
-    def preprocessing(self) -> Preprocessing:
-        """The pixels the backbone expects."""
-        return self.current.classifier.network.views.preprocessing
-
     def explain(self, content: bytes) -> tuple[Version, Explanation]:
         """Return how the answer for an image file comes about, and the version that answers."""
         version = self.current
-        view = version.predictor.view(partial(decode_image, content, "the image"))
-        return version, explain(version.classifier.network, view)
+        return version, explain(version.model, self.decode(content, "the image"))
 
-    def preprocess(self, content: bytes, name: str) -> Tensor:
-        """Decode an image file and return it as the backbone expects it."""
-        return self.current.predictor.view(partial(decode_image, content, name))
+    def decode(self, content: bytes, name: str) -> Image.Image:
+        """Decode an image file."""
+        return decode_image(content, name, self.current.model.encoder.min_side)
 
-    def _predict_batch(self, views: Sequence[Tensor]) -> list[Answer]:
+    def _predict_batch(self, images: Sequence[Image.Image]) -> list[Answered]:
         version = self.current
-        predictor, classes = version.predictor, len(version.classes)
-        table = predictor.logits(views, typicality=True)
+        model = version.model
         self.passes += 1
-        shares = table[:, classes].tolist()
-        probabilities = predictor.calibrated(table[:, :classes])
-        return [Answer(version, *each) for each in zip(probabilities, shares, strict=True)]
+        return [
+            Answered(version, each)
+            for each in in_threads(lambda image: answer(model, image, typicality=True), images)
+        ]
 
     # -- learning
 
@@ -186,11 +173,11 @@ class Service:
         return any(job.state == "running" for job in self.jobs.values())
 
     async def restore(self, to: int | None = None, *, redo: bool = False) -> None:
-        """Restore another version; arguments as in `store.restore_version`."""
+        """Restore another version; arguments as in `ModelFolder.restore`."""
 
         def restore() -> None:
-            with store.exclusive_writer(self.folder) as at_end:
-                store.restore_version(self.folder, at_end, to, redo=redo)
+            with self.folder.writing() as at_end:
+                self.folder.restore(at_end, to, redo=redo)
 
         await self._change(restore)
 
@@ -200,7 +187,7 @@ class Service:
         """Change the model on disk, which may be newer than the current version, and read it."""
 
         def edit() -> Result:
-            with edited(self.folder, forgets=forgets, **self.options) as classifier:
+            with edited(self.folder, forgets=forgets, backbone=self.encoder) as classifier:
                 return change(classifier)
 
         return await self._change(edit)
@@ -324,21 +311,24 @@ class Service:
 
     async def _switch(self) -> None:
         """Predict with the version in the folder from now on."""
-        backbone = self.current.classifier.network.backbone
-        self.current = await asyncio.to_thread(self._read, backbone)
+        self.current = await asyncio.to_thread(self._read, self.encoder)
         self._notify()
 
-    def _read(self, backbone: LoadedBackbone | None) -> Version:
-        """Read the version in the folder, onto a backbone that is loaded already."""
-        parts = self.parts if backbone is None else {**self.parts, "backbone": backbone}
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder of the model, loaded once."""
+        return self.current.classifier.model.encoder
+
+    def _read(self, backbone: str | Encoder | None) -> Version:
+        """Read the version in the folder, onto an encoder that may be loaded already."""
         classifier = ContinualClassifier.load(
-            self.folder, fabric=self.fabric, verbose=False, **parts
+            self.folder.path, backbone=backbone, verbose=False
         )
-        digest = store.model_sha256(self.folder) or ""
+        digest = self.folder.sha256 or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
-        return Version(name, classifier, tuple(classifier.classes_))
+        return Version(name, classifier, tuple(classifier.model.classes))
 
     def _is_current(self) -> bool:
         """Return whether the current version is the one on disk."""
-        digest = store.model_sha256(self.folder) or ""
+        digest = self.folder.sha256 or ""
         return self.current.name.endswith(f"-{digest[:8]}")
