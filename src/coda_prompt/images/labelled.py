@@ -88,7 +88,8 @@ class _SelectedSplit(Split):
 def _located(split: Split, index: int) -> tuple[Split, int]:
     """Return the split that an image was selected from, and its position there."""
     while isinstance(split, _SelectedSplit):
-        split, index = split.whole, int(split.positions[index]) if len(split.positions) else 0
+        index = int(split.positions[index]) if len(split.positions) else 0
+        split = split.whole
     return split, index
 
 
@@ -165,19 +166,20 @@ class Labelled:
         split = _SelectedSplit(self.split, positions, np.searchsorted(present, labels))
         return replace(self, split=split, names=tuple(self.names[row] for row in present))
 
-    def only(self, names: Sequence[str]) -> Labelled:
-        """Leave out the classes that are not among `names`."""
-        others = [name for name in self.names if name not in names]
+    def of_classes(self, names: Sequence[str]) -> Labelled | None:
+        """Keep the images of some classes; None if there are none."""
         rows = [row for row, name in enumerate(self.names) if name in names]
-        if not others or not rows:
-            return self
-        counts = self.counts()
+        return self.selected(np.flatnonzero(np.isin(self.split.labels, rows))) if rows else None
+
+    def only(self, names: Sequence[str]) -> Labelled:
+        """Leave out the classes that are not among `names`, and say so."""
+        counts, kept = self.counts(), self.of_classes(names)
         reasons = [
             MissingData(f"class '{name}'", f"{counts[name]} images", "It has not been learned.")
-            for name in others
+            for name in self.names
+            if name not in names
         ]
-        kept = self.selected(np.flatnonzero(np.isin(self.split.labels, rows)))
-        return replace(kept, left_out=(*self.left_out, *reasons))
+        return replace(kept or self, left_out=(*self.left_out, *reasons))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,8 +36,15 @@ if TYPE_CHECKING:
     from coda_prompt.encoder.encoder import Encoder
 
 Path_: TypeAlias = "str | PathLike[str]"
-Images: TypeAlias = "Path_ | bytes | Image | NDArray[Any] | Iterable[Any]"
+Images: TypeAlias = "Path_ | bytes | Image | NDArray[Any] | Iterable[Any] | Dataset"
 """Paths, `file://` URLs, bytes, PIL images, arrays, tensors, loaders, datasets: one or many."""
+class Dataset(Protocol):
+    """Pairs of an image and its class, or images."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 Labels: TypeAlias = "Sequence[str] | Sequence[int] | NDArray[Any] | str"
 """Class names, one for each image; or one for all of them."""
 

@@ -184,7 +184,7 @@ def confusion_matrix(truth: Rows, predicted: Rows, names: Sequence[str]) -> Conf
     np.add.at(table, (truth, predicted), 1)
     present = np.flatnonzero(table.sum(axis=0) + table.sum(axis=1))
     counts = table[np.ix_(present, present)].tolist()
-    return ConfusionMatrix(tuple(names[row] for row in present), tuple(map(tuple, counts)))
+    return ConfusionMatrix(tuple(names[row] for row in present.tolist()), tuple(map(tuple, counts)))
 
 
 def confused_classes(matrix: ConfusionMatrix) -> tuple[Confusion, ...]:

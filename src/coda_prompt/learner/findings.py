@@ -71,7 +71,7 @@ def image_findings(
     known, counts = model.classes, images.counts()
     messages = [*images.remarks]
     earlier = {task.files: number for number, task in enumerate(model.tasks, 1) if task.files}
-    if earlier and (number := earlier.get(images.files_fingerprint)) is not None:
+    if earlier and (number := earlier.get(images.files_fingerprint or "")) is not None:
         messages.append(f"these files were learned before, in lesson {number}: they count twice")
     few = [f"'{name}'" for name, count in counts.items() if count < FEW_IMAGES]
     if few:

@@ -63,14 +63,14 @@ class Version:
     number: int
     path: Path | None = None
     """The file in a model folder."""
-    bytes: bytes | None = None
+    data: bytes | None = None
     """The content, if it is in no folder yet."""
 
     @classmethod
     def of(cls, description: Description, arrays: Arrays) -> Version:
         """Return a version that is in memory only; equal models give equal bytes."""
         content = encode_tensors(arrays, description.model_dump(mode="json"))
-        return cls(description.number, bytes=content)
+        return cls(description.number, data=content)
 
     @property
     def content(self) -> bytes:
@@ -80,8 +80,8 @@ class Version:
             CorruptFile: It is no regular file.
             MissingData: There is no such file.
         """
-        if self.bytes is not None:
-            return self.bytes
+        if self.data is not None:
+            return self.data
         assert self.path is not None
         try:
             return read_regular(self.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,12 +65,12 @@ class LearnedHashes:
 
     # -- the arrays in a model
 
-    def arrays(self) -> dict[str, NDArray]:
+    def arrays(self) -> dict[str, NDArray[Any]]:
         """Return all arrays by name; none without hashes."""
         return {"hashes": self.hashes, "rows": self.rows} if len(self) else {}
 
     @classmethod
-    def of_arrays(cls, arrays: Mapping[str, NDArray], classes: int) -> LearnedHashes:
+    def of_arrays(cls, arrays: Mapping[str, NDArray[Any]], classes: int) -> LearnedHashes:
         """Return what `arrays` stored.
 
         Raises:

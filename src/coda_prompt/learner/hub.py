@@ -30,7 +30,7 @@ def download_model(
         file = hf_hub_download(name, MODEL, revision=revision, token=token, endpoint=endpoint)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise HubError(name, "downloaded", error) from error
-    return Version(0, bytes=read_regular(Path(file).resolve()))  # the cache has a link to it
+    return Version(0, data=read_regular(Path(file).resolve()))  # the cache has a link to it
 
 
 def upload_model(

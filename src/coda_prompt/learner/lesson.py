@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coda_prompt.encoder.encoder import Encoder, Prompts
+from coda_prompt.encoder.encoder import EncodedImage, Encoder, Prompts
 from coda_prompt.encoder.threads import in_threads
 from coda_prompt.errors import BadImage, BadImages, BadOption, Interrupted, MissingExtra
 from coda_prompt.images.kinds import is_drawing
@@ -70,7 +70,7 @@ class Read:
     samples: list[Sample]
     """Size and kind of some of the images."""
     hashes: Hashes
-    """N x BYTES; empty without `hashing`."""
+    """N x BYTES; N x 0 without `hashing`."""
     bad: tuple[BadImage, ...] = ()
 
 
@@ -136,13 +136,15 @@ def teach(
         error = calibration.expected_calibration_error(scores, rows[held_out], learned.temperature)
         record = record.model_copy(update={"calibration_error": error})
     accuracies: dict[str, tuple[float, float]] = {}
+    checked_images: dict[str, int] = {}
     if before is not None:
-        after = known_scores(learned, before.images, options, before)
+        after = scored_again(learned, before, options)
         record = record.model_copy(update={"watched": watched(before, after)})
         accuracies = {
             name: (each.accuracy, after.accuracies[name].accuracy)
             for name, each in before.accuracies.items()
         }
+        checked_images = {name: each.images for name, each in before.accuracies.items()}
     learned = replace(learned, tasks=(*model.tasks, record))
     return learned, Learned(
         new=tuple(record.new),
@@ -156,7 +158,7 @@ def teach(
         warnings=tuple(warnings),
         left_out=tuple(str(problem) for problem in (*images.left_out, *read.bad)),
         forgotten=accuracies,
-        checked={} if before is None else {n: a.images for n, a in before.accuracies.items()},
+        checked=checked_images,
         hints=tuple(hints),
         held_out_images=tuple(read.positions[held_out].tolist()),
     )
@@ -179,11 +181,11 @@ def read_images(
         BadImages: Images that cannot be read, without `skip_bad`.
         Interrupted: `stop` became true.
     """
-    split, count = images.split, len(images.split.labels)
+    count = len(images.split.labels)
     sampled = set(np.linspace(0, count - 1, min(count, MAX_SAMPLES)).astype(int).tolist())
     lock = threading.Lock()
 
-    def one(index: int) -> tuple[Any, Sample | None, Hashes | None] | BadImage:
+    def one(index: int) -> tuple[EncodedImage, Sample | None, Hashes] | BadImage:
         try:
             image = images.decode(index, encoder.min_side, lock)
         except BadImage as problem:
@@ -191,7 +193,7 @@ def read_images(
         size = image.info.get(FULL_SIZE, image.size)
         sample = Sample(size, is_drawing(image)) if index in sampled else None
         encoded = encoder.encode(image, prompts)
-        return encoded, sample, image_hash(image) if hashing else None
+        return encoded, sample, image_hash(image) if hashing else np.zeros(0, np.uint8)
 
     results, bad = [], []
     for done, result in enumerate(in_threads(one, range(count)), 1):
@@ -204,13 +206,12 @@ def read_images(
         options.on_progress(Progress("reading images", done, count))
     if bad and not (options.skip_bad and results):
         raise BadImages([problem for _, problem in bad])
-    assert split is images.split
     return Read(
         np.array([position for position, *_ in results], np.int64),
         np.stack([encoded.features for _, encoded, _, _ in results]),
         np.stack([encoded.tokens for _, encoded, _, _ in results]),
         [sample for _, _, sample, _ in results if sample is not None],
-        np.stack([hashed for *_, hashed in results]) if hashing else np.zeros((0, 0), np.uint8),
+        np.stack([hashed for *_, hashed in results]),
         tuple(problem for _, problem in bad),
     )
 
@@ -323,34 +324,34 @@ class KnownScores:
 
 
 def known_scores(
-    model: LearnedModel,
-    images: Labelled | None,
-    options: LessonOptions,
-    before: KnownScores | None = None,
+    model: LearnedModel, images: Labelled | None, options: LessonOptions
 ) -> KnownScores | None:
-    """Classify images of known classes; None if there are none.
+    """Classify those of the images whose classes are known; None if there are none.
 
     Args:
         model: What classifies them.
-        images: The images, with other classes or without.
+        images: The images, also of other classes; None: there are none.
         options: Those of the lesson.
-        before: The same for the model before the lesson, whose features are used again.
     """
-    if before is None:
-        wanted = (
-            []
-            if images is None
-            else [row for row, n in enumerate(images.names) if n in model.classes]
-        )
-        if images is None or not wanted:
-            return None
-        images = images.selected(np.flatnonzero(np.isin(images.split.labels, wanted)))
+    images = None if images is None else images.of_classes(model.classes)
+    if images is None:
+        return None
+    read = read_images(model.encoder, model.prompts, images, options)
+    images = images.selected(read.positions)
+    return scored_again(model, KnownScores(images, read, {}), options, same_features=True)
+
+
+def scored_again(
+    model: LearnedModel,
+    before: KnownScores,
+    options: LessonOptions,
+    *,
+    same_features: bool = False,
+) -> KnownScores:
+    """Classify the same images with another model; their features change with its prompts."""
+    images, read = before.images, before.read
+    if model.method == "coda-p" and not same_features:
         read = read_images(model.encoder, model.prompts, images, options)
-        images = images.selected(read.positions)
-    else:
-        images, read = before.images, before.read
-        if model.method == "coda-p":  # new prompts change the features
-            read = read_images(model.encoder, model.prompts, images, options)
     truth = np.array([model.classes.index(name) for name in images.names])[images.split.labels]
     correct = model.scores(read.features).argmax(axis=1) == truth
     return KnownScores(images, read, accuracy_by_class(images.names, images.split.labels, correct))

@@ -20,7 +20,6 @@ from swagger_ui_bundle import swagger_ui_path
 
 from coda_prompt import __version__
 from coda_prompt.learner.predict import check_rule, ranked
-from coda_prompt.statistics.unknown import DEFAULT_RATE, UnknownRule
 from coda_prompt.serve import downloads, editing, schemas
 from coda_prompt.serve.access import AccessMiddleware, AccessPolicy
 from coda_prompt.serve.editing import CurrentService
@@ -29,6 +28,7 @@ from coda_prompt.serve.problems import add_exception_handlers
 from coda_prompt.serve.requests import Images, read_examples, read_image, read_images
 from coda_prompt.serve.service import Answered, Job, Service
 from coda_prompt.serve.uploads import Example, RequestError, check_total_pixels, make_preview
+from coda_prompt.statistics.unknown import DEFAULT_RATE, UnknownRule
 
 PREDICT_TIMEOUT = 30.0
 """Seconds after which a prediction request gets status 504."""
@@ -162,8 +162,7 @@ async def predict(
             raise RequestError(504, detail) from None
     metrics.images.inc(len(answers))
     predictions = [
-        ranked(each.version.classes, each.answer, top, rule).as_dict()
-        for each in answers
+        ranked(each.version.classes, each.answer, top, rule).as_dict() for each in answers
     ]
     return {"version": answers[0].version.name, "predictions": predictions}
 

@@ -151,9 +151,7 @@ class Teacher:
         after = self._check_images.accuracy(classifier, self._sha256, known)
         assert after is not None
         classes = len({image.label for image in images})
-        measured = WatchedAccuracy(
-            classes=classes, images=len(images), before=before, after=after
-        )
+        measured = WatchedAccuracy(classes=classes, images=len(images), before=before, after=after)
         tasks = classifier.model.tasks
         with contextlib.suppress(OSError):
             checks.add_check(self.folder.path, len(tasks), tasks[-1], measured)

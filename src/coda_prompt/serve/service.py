@@ -8,11 +8,10 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from numpy.typing import NDArray
 from PIL import Image
 from pydantic import PrivateAttr
 
@@ -321,9 +320,7 @@ class Service:
 
     def _read(self, backbone: str | Encoder | None) -> Version:
         """Read the version in the folder, onto an encoder that may be loaded already."""
-        classifier = ContinualClassifier.load(
-            self.folder.path, backbone=backbone, verbose=False
-        )
+        classifier = ContinualClassifier.load(self.folder.path, backbone=backbone, verbose=False)
         digest = self.folder.sha256 or ""
         name = f"{len(classifier.tasks_)}-{digest[:8]}"
         return Version(name, classifier, tuple(classifier.model.classes))
