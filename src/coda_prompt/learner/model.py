@@ -32,7 +32,7 @@ from coda_prompt.storage.files import as_json
 
 Arrays = Mapping[str, NDArray[Any]]
 
-DEFAULT_METHOD = "ranpac"
+DEFAULT_METHOD = "slda"
 CLASSIFIERS: Mapping[str, str | None] = MappingProxyType(
     {**{name: name for name in OPTIONS}, "coda-p-ranpac": "ranpac", "coda-p": None}
 )
