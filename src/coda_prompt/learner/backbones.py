@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coda_prompt.encoder.catalog import CATALOG, parse_backbone
+from coda_prompt.encoder.catalog import BUILT_IN as CATALOG
+from coda_prompt.encoder.catalog import parse_backbone
 from coda_prompt.encoder.encoder import Encoder, load_encoder
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
 from coda_prompt.learner.records import BackboneRecord

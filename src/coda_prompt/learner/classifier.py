@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Path_: TypeAlias = "str | PathLike[str]"
 Images: TypeAlias = "Path_ | bytes | Image | NDArray[Any] | Iterable[Any] | Dataset"
 """Paths, `file://` URLs, bytes, PIL images, arrays, tensors, loaders, datasets: one or many."""
+
+
 class Dataset(Protocol):
     """Pairs of an image and its class, or images."""
 

@@ -102,8 +102,8 @@ class LearnedModel:
             name=encoder.name,
             fingerprint=encoder.fingerprint,
             kind=encoder.kind,
-            revision=description.revision,
-            path=description.path,
+            revision=None,
+            path=None,
         )
         classifier = _empty_classifier(method, encoder, options)
         detector = UnknownDetector.empty(encoder.token_width, options.removable, _prior(encoder))
@@ -256,7 +256,7 @@ class LearnedModel:
             statistics = _part(arrays, "unknown")
             width, prior = encoder.token_width, _prior(encoder)
             detector = UnknownDetector.of_arrays(
-                statistics, classes, width, options.removable, prior
+                width, statistics, classes, options.removable, prior
             )
             hashes = LearnedHashes.of_arrays(_part(arrays, "duplicates"), classes)
         except (ValueError, LookupError) as error:
