@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 
     from coda_prompt.encoder.encoder import Encoder
 
-Path_: TypeAlias = "str | PathLike[str]"
-Images: TypeAlias = "Path_ | bytes | Image | NDArray[Any] | Iterable[Any] | Dataset"
-"""Paths, `file://` URLs, bytes, PIL images, arrays, tensors, loaders, datasets: one or many."""
-
 
 class Dataset(Protocol):
     """Pairs of an image and its class, or images."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+Path_: TypeAlias = "str | PathLike[str]"
+Images: TypeAlias = "Path_ | bytes | Image | NDArray[Any] | Iterable[Any] | Dataset"
+"""Paths, `file://` URLs, bytes, PIL images, arrays, tensors, loaders, datasets: one or many."""
 
 
 Labels: TypeAlias = "Sequence[str] | Sequence[int] | NDArray[Any] | str"

@@ -27,7 +27,8 @@ from coda_prompt.learner.records import (
 )
 from coda_prompt.statistics import calibration
 from coda_prompt.statistics.classifier import OPTIONS, Classifier
-from coda_prompt.statistics.unknown import Prior, UnknownDetector, UnknownScorer
+from coda_prompt.statistics.typicality import Prior, UnknownScorer
+from coda_prompt.statistics.unknown import UnknownDetector
 from coda_prompt.storage.files import as_json
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -97,7 +98,6 @@ class LearnedModel:
         Raises:
             UnknownName: There is no such method.
         """
-        description = encoder.description
         backbone = BackboneRecord(
             name=encoder.name,
             fingerprint=encoder.fingerprint,

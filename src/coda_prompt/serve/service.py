@@ -27,7 +27,8 @@ from coda_prompt.serve.batching import Batcher
 from coda_prompt.serve.learning_process import LearningProcess, LearningProcessDied
 from coda_prompt.serve.schemas import JobState, ServiceState
 from coda_prompt.serve.uploads import Example, RequestError, decode_image
-from coda_prompt.statistics.unknown import DEFAULT_RATE, images_needed
+from coda_prompt.statistics.typicality import images_needed
+from coda_prompt.statistics.unknown import DEFAULT_RATE
 
 MAX_JOBS = 100
 """Jobs whose state is remembered; older ones are dropped."""
