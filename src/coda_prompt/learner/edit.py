@@ -133,7 +133,7 @@ def relabelled(
         moved = replace(
             model,
             classifier=model.classifier.moved(read.features, source, rows),
-            detector=model.detector.moved(read.tokens, source, rows),
+            detector=model.detector.moved(read.plain, source, rows),
             hashes=model.hashes.moved(read.hashes, source, rows) if hashing else model.hashes,
         )
         edit = _edit(tasks, what, [taught_as, *images.names])

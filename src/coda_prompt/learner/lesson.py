@@ -65,8 +65,8 @@ class Read:
     """The images that could be read."""
     features: NDArray[np.float32]
     """N x D."""
-    tokens: NDArray[np.float32]
-    """What the unknown score reads, N x T."""
+    plain: NDArray[np.float32]
+    """The same without prompts, which the unknown score reads."""
     samples: list[Sample]
     """Size and kind of some of the images."""
     hashes: Hashes
@@ -109,11 +109,11 @@ def teach(
     warnings = findings.image_findings(model, images, read.samples, checked)
     suited = not findings.images_of_other_kind(model, read.samples)
     hints = findings.lesson_hints(
-        read.tokens, rows, names, model.detector.moments, partial(images.name), suited
+        read.plain, rows, names, model.detector.moments, partial(images.name), suited
     )
     prompted, read = train_prompts(model, images, rows, held_out, read, options)
     measured = prompted.classifier
-    detector = prompted.detector.learned(read.tokens, rows, len(names))
+    detector = prompted.detector.learned(read.plain, rows, len(names))
     if isinstance(measured, Classifier):
         taught = measured.learned(read.features, rows, len(names))
         if held_out.any():
@@ -124,7 +124,7 @@ def teach(
     record = lesson_record(model, images, read, rows[held_out], scores)
     continued = rows < len(known)
     if continued.any() and model.scorer.can_reject(DEFAULT_RATE):
-        typicality = model.scorer.typicality(read.tokens[continued])
+        typicality = model.scorer.typicality(read.plain[continued])
         hints += findings.typicality_finding(typicality, "images of known classes")
     hashes = model.hashes
     if hashing:
@@ -209,7 +209,7 @@ def read_images(
     return Read(
         np.array([position for position, *_ in results], np.int64),
         np.stack([encoded.features for _, encoded, _, _ in results]),
-        np.stack([encoded.tokens for _, encoded, _, _ in results]),
+        np.stack([encoded.plain for _, encoded, _, _ in results]),
         [sample for _, _, sample, _ in results if sample is not None],
         np.stack([hashed for *_, hashed in results]),
         tuple(problem for _, problem in bad),

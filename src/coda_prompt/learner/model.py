@@ -106,7 +106,7 @@ class LearnedModel:
             path=None,
         )
         classifier = _empty_classifier(method, encoder, options)
-        detector = UnknownDetector.empty(encoder.token_width, options.removable, _prior(encoder))
+        detector = UnknownDetector.empty(encoder.width, options.removable, _prior(encoder))
         return cls(method, options, encoder, backbone, classifier, detector)
 
     @cached_property
@@ -216,7 +216,9 @@ class LearnedModel:
         """Return all arrays by their names in the file."""
         parts = {"unknown": self.detector.arrays(), "duplicates": self.hashes.arrays()}
         if isinstance(self.classifier, Classifier):
-            parts["classifier"] = self.classifier.arrays()
+            shared = _shared_arrays(self.classifier, self.method)
+            own = self.classifier.arrays().items()
+            parts["classifier"] = {name: array for name, array in own if name not in shared}
         parts["trained"] = dict(self.trained)
         return {
             f"{part}.{name}": array
@@ -251,10 +253,12 @@ class LearnedModel:
                 else _empty_classifier(description.method, encoder, options)
             )
             if isinstance(classifier, Classifier):
-                own = _part(arrays, "classifier")
+                shared = _shared_arrays(classifier, description.method)
+                own = {name: arrays[f"unknown.{name}"] for name in shared}
+                own |= _part(arrays, "classifier")
                 classifier = Classifier.of_arrays(classifier.options, encoder.width, own, classes)
             statistics = _part(arrays, "unknown")
-            width, prior = encoder.token_width, _prior(encoder)
+            width, prior = encoder.width, _prior(encoder)
             detector = UnknownDetector.of_arrays(
                 width, statistics, classes, options.removable, prior
             )
@@ -290,6 +294,12 @@ def _empty_classifier(method: str, encoder: Encoder, options: Options) -> Classi
         return LinearHead(np.zeros((0, encoder.width), np.float32), np.zeros(0, np.float32))
     chosen = replace(OPTIONS[name], removable=options.removable, seed=options.seed)
     return Classifier.empty(chosen, encoder.width)
+
+
+def _shared_arrays(classifier: Classifier, method: str) -> set[str]:
+    """Return the moments of a classifier that are also those of the unknown score, stored once."""
+    same = classifier.options.features != "random" and method not in PROMPTED
+    return set(classifier.moments.arrays()) if same else set()
 
 
 def _prior(encoder: Encoder) -> Prior | None:

@@ -83,7 +83,7 @@ def answer(model: LearnedModel, image: Image.Image, *, typicality: bool = False)
     """
     encoded = model.encoder.encode(image, model.prompts)
     scores = model.scores(encoded.features[None])
-    share = float(model.scorer.typicality(encoded.tokens[None])[0]) if typicality else None
+    share = float(model.scorer.typicality(encoded.plain[None])[0]) if typicality else None
     return Answer(scores[0], model.probabilities(scores)[0], share)
 
 
