@@ -13,7 +13,3 @@ BUILT_IN = MappingProxyType(
     }
 )
 """Encoders in this package -> the networks they see an image with."""
-
-
-def parse_backbone(text):  # TEMPORARY
-    return None, None, None
