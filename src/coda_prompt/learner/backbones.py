@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coda_prompt.encoder.catalog import BUILT_IN as CATALOG
-from coda_prompt.encoder.catalog import parse_backbone
+from coda_prompt.encoder.catalog import CATALOG, parse_name
 from coda_prompt.encoder.encoder import Encoder, load_encoder
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
 from coda_prompt.learner.records import BackboneRecord
@@ -62,7 +61,7 @@ def resolve_backbone(made_with: BackboneRecord, named: str | None, folder: Path 
         return named
     path = None
     if named not in (None, AUTO):
-        entry, _, path = parse_backbone(str(named))
+        entry, _, path = parse_name(str(named), CATALOG)
         if path is None or (entry is not None and entry.name != known):
             problem = f"{folder} was made with {made_with.name}; make another model for {named}"
             raise BadOption("the model", "backbone", problem)

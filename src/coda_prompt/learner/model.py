@@ -102,8 +102,8 @@ class LearnedModel:
             name=encoder.name,
             fingerprint=encoder.fingerprint,
             kind=encoder.kind,
-            revision=None,
-            path=None,
+            revision=encoder.revision,
+            path=None if encoder.path is None else str(encoder.path.absolute()),
         )
         classifier = _empty_classifier(method, encoder, options)
         detector = UnknownDetector.empty(encoder.width, options.removable, _prior(encoder))
