@@ -143,11 +143,12 @@ BackboneFile = Annotated[
     ),
 ]
 Method = Annotated[
-    Literal["ranpac", "slda", "ncm", "coda-p-ranpac", "coda-p"] | None,
+    Literal["auto", "ranpac", "slda", "ncm", "coda-p-ranpac", "coda-p"] | None,
     typer.Option(
         help="Method of a new model: solved from statistics (`ranpac`, `slda`, `ncm`), or with "
         "prompts, which are trained in the first lesson (`coda-p-ranpac`) or in every one "
-        "(`coda-p`) and need the extra `research`. Default: ranpac.",
+        "(`coda-p`) and need the extra `research`. Default: auto, which is ranpac for drawings and "
+        "slda for photographs.",
     ),
 ]
 Removable = Annotated[

@@ -8,10 +8,9 @@ from pathlib import Path
 from coda_prompt.encoder.catalog import CATALOG, parse_name
 from coda_prompt.encoder.encoder import Encoder, load_encoder
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
+from coda_prompt.learner.model import AUTO
 from coda_prompt.learner.records import BackboneRecord
 
-AUTO = "auto"
-"""The encoder that suits the images of the first lesson."""
 MAX_IMAGE_SIZE = 1024
 """Pixels a side up to which a model chooses the size: position embeddings grow with its square."""
 MAX_NAME_SHOWN = 80

@@ -18,11 +18,11 @@ from coda_prompt import errors
 from coda_prompt.images.inputs import Channels, image_items
 from coda_prompt.images.labelled import Labelled, labelled
 from coda_prompt.learner import edit, evaluation, feedback, findings, hub, lesson, predict, reports
-from coda_prompt.learner.backbones import AUTO, open_encoder
+from coda_prompt.learner.backbones import open_encoder
 from coda_prompt.learner.card import TASK_HEADS, task_rows
 from coda_prompt.learner.display import Predictions
 from coda_prompt.learner.folder import ModelFolder, Version, Versions, decode_model
-from coda_prompt.learner.model import DEFAULT_METHOD, PROMPTED, LearnedModel
+from coda_prompt.learner.model import AUTO, PROMPTED, LearnedModel
 from coda_prompt.learner.predict import OnProgress, Prediction
 from coda_prompt.learner.records import Options
 from coda_prompt.learner.results import Evaluation, Learned
@@ -66,8 +66,9 @@ class ContinualClassifier:
         backbone: `auto` (at the first lesson `pocket` for drawings, `photo` for photographs), a
             name (`coda backbones` lists them), `NAME@SIZE` in pixels, `NAME=PATH` for weights in a
             local file, or the path of a file or folder.
-        method: `ranpac`, `slda` and `ncm` are solved from statistics; `coda-p-ranpac` and `coda-p`
-            train prompts, which needs the extra `research`.
+        method: `auto` (`ranpac` for drawings, `slda` for photographs); `ranpac`, `slda` and `ncm`
+            are solved from statistics; `coda-p-ranpac` and `coda-p` train prompts, which needs the
+            extra `research`.
         removable: Store the statistics of each class apart, so that it can be forgotten without a
             trace.
         epochs: Passes over the images, if prompts are trained.
@@ -94,7 +95,7 @@ class ContinualClassifier:
     def __init__(
         self,
         backbone: str = AUTO,
-        method: str = DEFAULT_METHOD,
+        method: str = AUTO,
         *,
         removable: bool = False,
         epochs: int | None = None,
@@ -694,8 +695,8 @@ class ContinualClassifier:
 
     @property
     def method_name(self) -> str:
-        """Name of the method."""
-        return self.method
+        """Name of the method; with `auto`, the one that was chosen."""
+        return self.model.method
 
     @property
     def backbone_name(self) -> str:
@@ -845,11 +846,11 @@ def load_or_create(
     """
     if not folder.exists:
         return ContinualClassifier(
-            backbone or AUTO, method or DEFAULT_METHOD, removable=removable, verbose=False
+            backbone or AUTO, method or AUTO, removable=removable, verbose=False
         )
     classifier = ContinualClassifier.load(folder.path, backbone=backbone, verbose=False)
     made_with = classifier.method
-    if method not in (None, made_with):
+    if method not in (None, AUTO, made_with):
         problem = f"this model was made with {made_with}; make another model for {method}"
         raise errors.BadOption("the model", "method", problem)
     if removable and not classifier.removable:

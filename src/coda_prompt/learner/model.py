@@ -26,6 +26,7 @@ from coda_prompt.learner.records import (
     checked_description,
 )
 from coda_prompt.statistics import calibration
+from coda_prompt.statistics.algebra import unit
 from coda_prompt.statistics.classifier import OPTIONS, Classifier
 from coda_prompt.statistics.typicality import Prior, UnknownScorer
 from coda_prompt.statistics.unknown import UnknownDetector
@@ -33,7 +34,9 @@ from coda_prompt.storage.files import as_json
 
 Arrays = Mapping[str, NDArray[Any]]
 
-DEFAULT_METHOD = "slda"
+AUTO = "auto"
+DEFAULT_METHODS = MappingProxyType({"drawing": "ranpac", "photograph": "slda"})
+"""By what an encoder is for; docs/lab/encoders.md has the measurements."""
 CLASSIFIERS: Mapping[str, str | None] = MappingProxyType(
     {**{name: name for name in OPTIONS}, "coda-p-ranpac": "ranpac", "coda-p": None}
 )
@@ -98,6 +101,7 @@ class LearnedModel:
         Raises:
             UnknownName: There is no such method.
         """
+        method = DEFAULT_METHODS[encoder.kind] if method == AUTO else method
         backbone = BackboneRecord(
             name=encoder.name,
             fingerprint=encoder.fingerprint,
@@ -170,14 +174,12 @@ class LearnedModel:
         fits = [(task.temperature, task.fitted_on) for task in self.tasks]
         if self.method in PROMPTED:
             return replace(self, temperature=calibration.merge_temperatures(fits, default))
-        moments, width = self.detector.moments, self.encoder.width
-        covariance, freedom = moments.covariance()
+        moments = self.detector.moments
         temperature = calibration.expected_temperature(
-            self.classifier.scores,
-            moments.means()[:, :width],
+            lambda features: self.classifier.scores(unit(features)),
+            moments.means(),
             moments.counts,
-            covariance[:width, :width],
-            freedom,
+            *moments.covariance(),
             default,
         )
         return replace(self, temperature=temperature)
@@ -288,7 +290,7 @@ PROMPT_NAMES = ("components", "keys", "attention")
 
 def _empty_classifier(method: str, encoder: Encoder, options: Options) -> Classifier | LinearHead:
     if method not in CLASSIFIERS:
-        raise UnknownName("method", method, CLASSIFIERS)
+        raise UnknownName("method", method, {AUTO, *CLASSIFIERS})
     name = CLASSIFIERS[method]
     if name is None:
         return LinearHead(np.zeros((0, encoder.width), np.float32), np.zeros(0, np.float32))
@@ -338,7 +340,8 @@ def _checked_trained(
         rows = len(description.classes)
         if weight.shape != (rows, width) or bias.shape != (rows,):
             raise ValueError("the head has other classes")
-    if any(array.dtype != np.float32 for name, array in arrays.items() if "task_sizes" not in name):
+    numbers = [array for name, array in arrays.items() if not name.endswith("sizes.frozen")]
+    if any(array.dtype != np.float32 for array in numbers):
         raise ValueError("they are not float32")
     return arrays
 
