@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from processes import (
     ENVIRONMENT,
     TORCHRUN,
@@ -256,3 +258,19 @@ def test_slurm_is_recognised(by_srun: bool, several: bool, monkeypatch: pytest.M
         fabric = Devices("cpu").fabric()
         assert type(fabric.strategy.cluster_environment).__name__ == "SLURMEnvironment"
         assert fabric.strategy.num_processes * fabric.strategy.num_nodes == 8
+
+
+@pytest.mark.parametrize("name", ["cuda", "there-is-none"])
+def test_a_device_that_is_not_here_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(BadOption) as refused:
+        Devices(name).fabric()
+    expected = f"Option 'device': '{name}' cannot be used on this machine; use auto, cpu."
+    assert str(refused.value) == expected
+
+
+def test_a_fabric_prints_nothing_about_its_precision(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Devices("cpu", precision="bf16-mixed").fabric()
+    assert not caplog.records

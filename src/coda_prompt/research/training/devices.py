@@ -23,9 +23,9 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from coda_prompt.errors import BadOption, CodaError, Interrupted, ProcessDied
+from coda_prompt.errors import BadOption, CodaError, Interrupted, ProcessDied, join_names
 from coda_prompt.research.methods import Method
-from coda_prompt.research.training.local import check_device
+from coda_prompt.research.training.bfloat16 import bfloat16_products
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed"]
 ERROR_KEY = "coda-problem"
@@ -201,3 +201,20 @@ def _peer_error() -> CodaError:
     if distributed.is_initialized() and (store := _store()).check([ERROR_KEY]):
         return CodaError(store.get(ERROR_KEY).decode())
     return ProcessDied("trains this model", "without an error message")
+
+
+def check_device(name: str, precision: str | None = None) -> None:
+    """Raise BadOption if `name` is no device of this machine, or has no such precision."""
+    available = _available()
+    if name != "auto" and name not in available:
+        names = join_names(["auto", *available])
+        raise BadOption("", "device", f"'{name}' cannot be used on this machine; use {names}")
+    on_cpu = name == "cpu" or (name == "auto" and available == ["cpu"])
+    if on_cpu and precision == "bf16-mixed" and bfloat16_products() == "fails":
+        raise BadOption("", "precision", "bfloat16 does not work on this processor; use 32-true")
+
+
+def _available() -> list[str]:
+    """Return the kinds of devices that torch can use here, the fastest first."""
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [kind for kind in usable if usable[kind]] + ["cpu"]

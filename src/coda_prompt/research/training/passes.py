@@ -24,7 +24,6 @@ from coda_prompt.research.training.chunks import Chunks
 from coda_prompt.research.training.cores import Cores
 from coda_prompt.research.training.devices import Devices, Precision, Replicated, any_rank
 from coda_prompt.research.training.loading import TEST_VIEW, Batch, Views, batches
-from coda_prompt.research.training.local import LocalDevice
 from coda_prompt.research.training.queries import Queries, QueryTable
 from coda_prompt.research.training.settings import Event, Training
 from coda_prompt.research.vit.vit import Images
@@ -62,14 +61,12 @@ class Passes:
         views: Views,
         training: Training | None = None,
         *,
-        fabric: Fabric | LocalDevice | None = None,
+        fabric: Fabric | None = None,
         on_event: Callable[[Event], object] = lambda event: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.views = views
         self.training = training or Training()
-        if isinstance(fabric, LocalDevice):
-            fabric = Fabric(accelerator=fabric.device.type, devices=1)
         self.fabric: Fabric = fabric or Devices().fabric()
         self.precision = str(self.fabric.strategy.precision.precision)
         if self.precision not in PRECISIONS:
@@ -177,19 +174,6 @@ class Passes:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def plain_tokens(self, method: Method, samples: Samples) -> Tensor:
-        """Compute `ViT.plain_tokens` of all samples.
-
-        A closed form that learns the samples afterwards reads its features from there.
-        """
-        self._move_to_device(method)
-        vit, width = method.backbone, method.vit_config.width
-        tokens = self._table(samples, lambda images, _: vit.plain_tokens(images), parallel=True)
-        if method.closed_form and method.plain_queries:
-            with self.fabric.autocast():
-                self.queries.fill(method, samples, vit.norm(tokens[:, :width]))
-        return tokens
-
     def _query_table(self, method: Method, samples: Samples) -> Tensor:
         return self._table(samples, lambda images, queries: method.queries(images))
 
