@@ -183,20 +183,3 @@ def folder(tmp_path: Path) -> Path:
             pixels = random.integers(0, 256, (28, 28), np.uint8)
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
     return tmp_path / "images"
-
-
-def test_a_fast_lesson_says_how_many_views_it_has(folder: Path, tmp_path: Path) -> None:
-    arguments = ["learn", str(tmp_path / "model"), str(folder), "--backbone", "pocket", "--fast"]
-    done = CliRunner().invoke(app, [*arguments, "--method", "coda-p", "--epochs", "1"])
-    assert done.exit_code == 0, done.output
-    assert "--fast: 1 view per image, each with one query" in done.output
-
-
-def test_a_closed_form_has_nothing_to_train_fast(folder: Path, tmp_path: Path) -> None:
-    """It is refused before the folder is read."""
-    for images in (folder, tmp_path / "missing"):
-        arguments = ["learn", str(tmp_path / "model"), str(images), "--backbone", "pocket"]
-        done = CliRunner().invoke(app, [*arguments, "--fast"])
-        assert isinstance(done.exception, BadOption)
-        assert "ranpac has nothing to train" in str(done.exception)
-    assert not (tmp_path / "model").exists()
