@@ -32,6 +32,8 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
+LAZY = {("encoder", "research.export")}
+"""Imports against the direction, inside functions that say which extra they need."""
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 
@@ -83,7 +85,10 @@ def test_imports_point_one_way() -> None:
     wrong = [
         (source, target)
         for source, target in pairs
-        if source != target and LEVEL[target] >= LEVEL[source] and LEVEL[source] > 0
+        if source != target
+        and LEVEL[target] >= LEVEL[source]
+        and LEVEL[source] > 0
+        and (source, target) not in LAZY
     ]
     bottom = [(s, t) for s, t in pairs if LEVEL[s] == 0 and LEVEL[t] > 0]
     assert wrong + bottom == []

@@ -8,25 +8,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from coda_prompt.encoder.catalog import CATALOG
 from coda_prompt.research.export import export_encoder
 from coda_prompt.research.vit.catalog import load_backbone
 
 ASSETS = Path(__file__).parents[1] / "src" / "coda_prompt" / "assets"
-LICENCES = {
-    "pocket": "trained on The Quick, Draw! Dataset (Google, CC BY 4.0)",
-    "photo-vit": "MIT and Apache-2.0; ImageNet: non-commercial research and education",
-}
 
 
 def main(names: list[str]) -> None:
-    for name in names or list(LICENCES):
-        backbone = load_backbone("photo" if name == "photo-vit" else name)
-        source = f"{name.removesuffix('-vit')}-vit.safetensors, sha256 {backbone.sha256}"
+    for name in names or ["pocket", "photo-vit"]:
+        backbone = load_backbone(name)
         description = export_encoder(
             *(backbone.vit, backbone.preprocessing, ASSETS, name),
             name=name,
-            licence=LICENCES[name],
-            source=source,
+            licence=CATALOG[name].licence,
+            source=f"{CATALOG[name].file}, sha256 {backbone.sha256}",
         )
         print(f"{name}: {description.fingerprint}")
 

@@ -16,11 +16,11 @@ import typer
 from reference_formats import http_page, model_format_page, table
 
 from coda_prompt.cli import app
+from coda_prompt.encoder.catalog import CATALOG
 from coda_prompt.research.bench.config import Benchmark, load_benchmark, read_fields, shipped
 from coda_prompt.research.methods import METHODS, describe
 from coda_prompt.research.methods.options import option_meanings
 from coda_prompt.research.training.settings import Training
-from coda_prompt.research.vit.catalog import CATALOG
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by tools/write_reference.py. Do not edit. -->\n\n"
@@ -63,7 +63,9 @@ def _command(name: str, command: Any) -> str:
     ]
     text = f"## coda {name}\n\n{inspect.cleandoc(command.help or '')}\n\n    {usage}\n\n"
     text += table(("argument or option", "default", "meaning"), rows)
-    return text + (f"\n{command.epilog}\n" if command.epilog else "")
+    text += f"\n{command.epilog}\n" if command.epilog else ""
+    inner = getattr(command, "commands", {})
+    return "\n".join([text, *(_command(f"{name} {each}", inner[each]) for each in inner)])
 
 
 def _argument(argument: Any) -> str:
@@ -110,9 +112,12 @@ def _options() -> str:
         text += f"\n## {name}\n\n{method['summary']}.\n\n"
         text += table(("option", "default", "meaning"), rows)
     text += "\n## Backbones\n\n" + table(
-        ("name", "weights", "description"),
+        ("name", "weights", "licence", "description"),
         [
-            (f"`{entry.name}`", entry.repository or "in the package", entry.description)
+            (
+                *(f"`{entry.name}`", entry.repository or "in the package"),
+                *(entry.licence, entry.description),
+            )
             for entry in CATALOG.values()
         ],
     )

@@ -1,22 +1,35 @@
-"""Encoders as ONNX graphs: equal to the torch ViT, plain and prompted, each image by itself."""
+"""Encoders in this package: equal to the torch ViT, plain and prompted, each image by itself."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
+from small import tiny_vit
 
-from coda_prompt.encoder.encoder import Encoder, load_encoder
-from coda_prompt.images.preprocessing import eval_view
+from coda_prompt.encoder.encoder import Encoder, Prompts, load_encoder
+from coda_prompt.encoder.threads import in_threads, usable_cores
+from coda_prompt.errors import BadOption
+from coda_prompt.images.preprocessing import Preprocessing, eval_view
+from coda_prompt.research.export import export_encoder
+from coda_prompt.research.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.vit import ViT
 
-DRAWINGS = pocket_source(0.0).test.images[::400]
+DRAWINGS = [Image.fromarray(each) for each in pocket_source(0.0).test.images[::250]]  # type: ignore[attr-defined]
+GREY = Preprocessing(16, 1, (0.5,), (0.5,))
 
 
 def photographs(count: int) -> list[Image.Image]:
-    """Shaded blobs of different sizes and aspect ratios."""
+    """Shaded blobs, of different sizes and aspect ratios."""
     random = np.random.default_rng(0)
     images = []
     for number in range(count):
@@ -26,25 +39,150 @@ def photographs(count: int) -> list[Image.Image]:
     return images
 
 
-IMAGES = {"pocket": [Image.fromarray(each) for each in DRAWINGS], "photo-vit": photographs(8)}
+IMAGES = {"pocket": DRAWINGS, "photo-vit": photographs(8)}
 
 
-@pytest.fixture(scope="module", params=["pocket", "photo-vit"])
+@pytest.fixture(scope="module", params=IMAGES)
 def encoder(request: pytest.FixtureRequest) -> Encoder:
     return load_encoder(request.param)
 
 
-def cosine(first: np.ndarray, second: np.ndarray) -> float:
-    return float(first @ second / np.linalg.norm(first) / np.linalg.norm(second))
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ViT, Encoder]:
+    """A ViT, and its encoder in float32."""
+    folder, vit = tmp_path_factory.mktemp("tiny"), tiny_vit().requires_grad_(False)
+    made_of = {"name": "tiny", "licence": "none", "source": "random"}
+    export_encoder(vit, GREY, folder, "encoder", precision="float32", **made_of)
+    return vit, load_encoder(str(folder))
+
+
+def prompted(vit: ViT, count: int) -> tuple[CodaPrompt, Prompts]:
+    """CODA-P with a number of random components, and its prompts."""
+    method = CodaPrompt(vit, CodaConfig(components=count))
+    generator = torch.Generator().manual_seed(count)
+    shapes = [bank.frozen.shape[2:] for bank in method.prompt_banks.values()]
+    rows = [torch.rand(5, count, *shape, generator=generator) for shape in shapes]
+    for bank, values in zip(method.prompt_banks.values(), rows, strict=True):
+        bank.append(values)
+    return method, Prompts(*(values.numpy() for values in rows))
+
+
+def view_of(image: Image.Image, preprocessing: Preprocessing) -> torch.Tensor:
+    return torch.from_numpy(eval_view(image, preprocessing))[None]
+
+
+def cosine(first: NDArray[np.float32], second: torch.Tensor) -> float:
+    return torch.cosine_similarity(torch.from_numpy(first), second.flatten(), dim=0).item()
 
 
 def test_shipped_graphs_agree_with_the_torch_vit(encoder: Encoder) -> None:
-    backbone = load_backbone(encoder.name.replace("photo-vit", "photo"))
+    backbone = load_backbone(encoder.name)
     for image in IMAGES[encoder.name]:
-        view = torch.from_numpy(eval_view(image, backbone.preprocessing))[None]
-        features, tokens = backbone.vit.features(view)[0], backbone.vit.plain_tokens(view)[0]
+        view = view_of(image, backbone.preprocessing)
         encoded = encoder.encode(image)
-        assert cosine(encoded.features, features.numpy()) > 0.99
-        assert cosine(encoded.tokens, tokens.numpy()) > 0.99
         assert encoded.features.shape == (encoder.width,)
         assert encoded.tokens.shape == (encoder.token_width,)
+        assert cosine(encoded.features, backbone.vit.features(view)) > 0.99
+        assert cosine(encoded.tokens, backbone.vit.plain_tokens(view)) > 0.99
+
+
+def test_shipped_prompted_graphs_agree_with_coda_prompt(encoder: Encoder) -> None:
+    backbone = load_backbone(encoder.name)
+    image = IMAGES[encoder.name][0]
+    view, plain = view_of(image, backbone.preprocessing), encoder.encode(image)
+    for count in (1, 7, 30):
+        method, prompts = prompted(backbone.vit, count)
+        encoded = encoder.encode(image, prompts)
+        assert cosine(encoded.features, method.features(view, None)) > 0.98
+        assert not np.allclose(encoded.features, plain.features, atol=1e-2)
+        assert np.allclose(encoded.tokens, plain.tokens, atol=1e-4)
+
+
+def test_graphs_in_float32_equal_the_torch_vit(tiny: tuple[ViT, Encoder]) -> None:
+    vit, encoder = tiny
+    for image in DRAWINGS[:3]:
+        view, encoded = view_of(image, GREY), encoder.encode(image)
+        assert np.allclose(encoded.features, vit.features(view)[0], atol=1e-4)
+        assert np.allclose(encoded.tokens, vit.plain_tokens(view)[0], atol=1e-4)
+        for count in (1, 2, 50):
+            method, prompts = prompted(vit, count)
+            features = encoder.encode(image, prompts).features
+            assert np.allclose(features, method.features(view, None)[0], atol=1e-4)
+
+
+def test_an_answer_depends_on_no_other_image_and_no_thread(encoder: Encoder) -> None:
+    images = IMAGES[encoder.name]
+    alone = [encoder.encode(image).features for image in images]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(encoder.encode, [*images, *reversed(images)]))
+    for encoded, expected in zip(together, [*alone, *reversed(alone)], strict=True):
+        assert np.array_equal(encoded.features, expected)
+
+
+def test_prompts_of_another_shape_are_refused(tiny: tuple[ViT, Encoder]) -> None:
+    vit, encoder = tiny
+    _, prompts = prompted(vit, 3)
+    assert encoder.prompt_shape == (5, 8, 32)
+    for wrong in (
+        Prompts(prompts.components[:, :2], prompts.keys, prompts.attention),
+        Prompts(prompts.components, prompts.keys[..., :31], prompts.attention),
+        Prompts(prompts.components[:, :0], prompts.keys[:, :0], prompts.attention[:, :0]),
+        Prompts(prompts.components, prompts.keys[0], prompts.attention),
+    ):
+        with pytest.raises(BadOption, match="does not fit encoder 'tiny'"):
+            encoder.encode(DRAWINGS[0], wrong)
+
+
+def test_only_pocket_has_a_prior_and_only_for_its_own_weights() -> None:
+    prior = load_encoder("pocket").prior()
+    assert prior is not None
+    assert {name: values.shape for name, values in prior.items()} == {
+        "covariance": (256, 256),
+        "class_means": (245, 256),
+    }
+    assert load_encoder("photo-vit").prior() is None
+
+
+def test_an_encoder_is_used_without_torch() -> None:
+    program = (
+        "import sys; from PIL import Image; from coda_prompt.encoder.encoder import load_encoder; "
+        "e = load_encoder('pocket'); e.encode(Image.new('L', (30, 40))); e.prior(); "
+        "sys.exit(bool({'torch', 'onnx', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_results_of_threads_come_in_order_and_read_ahead_is_bounded() -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    results = in_threads(lambda number: number * 2, items())
+    assert [next(results) for _ in range(3)] == [0, 2, 4]
+    assert len(taken) <= 3 + 2 * usable_cores()
+    assert list(results) == list(range(6, 200, 2))
+
+
+def test_an_exception_is_raised_at_its_place() -> None:
+    results = in_threads(lambda number: 1 // number, [2, 1, 0, 1])
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_closing_the_iterator_stops_the_work() -> None:
+    done: list[int] = []
+    results = in_threads(done.append, range(1000), ahead=4)
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert len(done) <= 1 + 4 * usable_cores()
+
+
+def test_threads_are_limited_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert usable_cores() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert usable_cores() >= 1

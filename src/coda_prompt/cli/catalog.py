@@ -1,4 +1,4 @@
-"""Commands that list methods and backbones."""
+"""Commands that list methods, and list, convert and export backbones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -52,18 +52,44 @@ def convert(
         print_json({"path": str(out), "bytes": out.stat().st_size})
 
 
-@app.command(epilog="Example: `coda backbones --json`")
-def backbones(as_json: AsJson = False) -> None:
+backbones = typer.Typer(epilog="Example: `coda backbones --json`", invoke_without_command=True)
+app.add_typer(backbones, name="backbones")
+
+
+@backbones.callback()
+def list_backbones(context: typer.Context, as_json: AsJson = False) -> None:
     """List the backbones: NAME; NAME@SIZE for another input size; NAME=PATH for a local file.
 
-    Of a .safetensors file that is known or describes itself, the path is enough.
+    Of a .safetensors file that is known or describes itself, the path is enough, as of a .onnx file
+    with a .json file beside it, a folder that `coda backbones export` has written, and a repository
+    of the hub (OWNER/NAME) with such files.
     """
-    from coda_prompt.research.vit.catalog import CATALOG
+    from coda_prompt.encoder.catalog import CATALOG
 
-    names = ("name", "repository", "description")
+    if context.invoked_subcommand is not None:
+        return
+    names = ("name", "repository", "licence", "description")
     rows = [{name: getattr(entry, name) for name in names} for entry in CATALOG.values()]
     if as_json:
         print_json({"rows": rows})
         return
-    cells = [[row["name"], row["repository"] or "built in", row["description"]] for row in rows]
-    stdout_console().print(table(["name", "weights", "description"], cells))
+    cells = [
+        [row["name"], row["repository"] or "built in", row["licence"], row["description"]]
+        for row in rows
+    ]
+    stdout_console().print(table(["name", "weights", "licence", "description"], cells))
+
+
+@backbones.command(epilog="Example: `coda backbones export deit-tiny deit-tiny/`")
+def export(
+    name: Annotated[str, typer.Argument(help="As for --backbone.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a backbone as ONNX graphs and a JSON file, which can be used without torch."""
+    from coda_prompt.encoder.encoder import load_encoder
+
+    encoder = load_encoder(name)
+    encoder.save(out)
+    if as_json:
+        print_json({"path": str(out), "fingerprint": encoder.fingerprint})

@@ -1,6 +1,6 @@
 """Completion of names of methods, backbones, presets and classes.
 
-Nothing here imports torch, which takes seconds: methods and backbones are read from the source.
+Nothing here imports torch, which takes seconds: methods are read from the source.
 """
 
 import re
@@ -20,8 +20,9 @@ def complete_method(incomplete: str) -> list[str]:
 
 def complete_backbone(incomplete: str) -> list[str]:
     """Return the names of backbones that start like this."""
-    names = _names("research/vit", "catalog.py", r'^ +_(?:embedded|on_hub)\("([^"]+)"')
-    return sorted(name for name in ("auto", *names) if name.startswith(incomplete))
+    from coda_prompt.encoder.catalog import CATALOG
+
+    return sorted(name for name in ("auto", *CATALOG) if name.startswith(incomplete))
 
 
 def complete_preset(incomplete: str) -> list[str]:

@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from coda_prompt.errors import CorruptFile, MissingData, bad_field
 from coda_prompt.images.preprocessing import Preprocessing, Resize
-from coda_prompt.storage.files import MAX_NOTE_BYTES, FileSchema, read_regular
+from coda_prompt.storage.files import MAX_NOTE_BYTES, FileSchema, read_regular, write_atomically
 
 MAX_SIZE, MAX_WIDTH, MAX_NETWORKS = 2048, 2**16, 4
 REMEDY = "Export the encoder again (coda backbones export), or correct this file."
@@ -103,6 +103,12 @@ class EncoderDescription(FileSchema):
     weights_fingerprint: Sha256 | None = None
     """Hash of the source weights alone; None: unknown."""
     networks: tuple[NetworkDescription, ...] = Field(min_length=1, max_length=MAX_NETWORKS)
+
+
+def write_description(path: Path, description: EncoderDescription) -> None:
+    """Write the JSON of an encoder."""
+    content = description.model_dump_json(indent=2, exclude_none=True)
+    write_atomically(path, content.encode() + b"\n")
 
 
 def read_description(path: Path) -> EncoderDescription:

@@ -30,13 +30,25 @@ class Pin:
     sha256: str
 
 
+def hub_cache() -> Path:
+    """Return the folder where huggingface_hub keeps what it downloads."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+
+
+def pinned(repository: str, file: str) -> Pin | None:
+    """Return the version of a file that was used first; None: none was."""
+    return _read_pins(hub_cache() / PINS_FILE).get(f"{repository}/{file}")
+
+
 def fetch(
     name: str,
     repository: str,
     file: str,
     *,
-    cache: Path | None,
-    endpoint: str | None,
+    cache: Path | None = None,
+    endpoint: str | None = None,
     download: bool = True,
 ) -> tuple[Path, Pin]:
     """Download a file of the hub unless it is cached, and check it.
@@ -51,9 +63,9 @@ def fetch(
         HashMismatch: the download is damaged, or differs from the pinned version.
         MissingData: it is not cached, and `download` is false.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    cache = Path(constants.HF_HUB_CACHE if cache is None else cache).expanduser().resolve()
+    cache = hub_cache() if cache is None else cache.expanduser().resolve()
     pins_file, key = cache / PINS_FILE, f"{repository}/{file}"
     repository_folder = cache / f"models--{repository.replace('/', '--')}"
     pinned = _read_pins(pins_file).get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +16,22 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load
 
-from coda_prompt.encoder.catalog import BUILT_IN
-from coda_prompt.encoder.description import EncoderDescription, Pixels, read_description
+from coda_prompt.encoder import made
+from coda_prompt.encoder.catalog import CATALOG, parse_name
+from coda_prompt.encoder.description import (
+    EncoderDescription,
+    Pixels,
+    read_description,
+    write_description,
+)
 from coda_prompt.encoder.network import Network, Values
-from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.errors import BadOption
 from coda_prompt.images.preprocessing import required_min_side
-from coda_prompt.storage.files import file_sha256
+from coda_prompt.storage.files import file_sha256, read_regular, write_atomically
 from coda_prompt.storage.headers import read_checked_description
+
+REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+"""Of the hub."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +65,23 @@ class Encoder:
     Args:
         description: What the JSON of the encoder says.
         networks: Its networks, in the order of the description.
+        path: The local file or folder it was read or made from; None: embedded or downloaded.
+        revision: Commit of the hub's repository; None: not downloaded.
 
     Example:
         >>> encoder = load_encoder("photo-vit")
         >>> features = encoder.encode(Image.open("cup.jpg")).features
     """
 
-    def __init__(self, description: EncoderDescription, networks: Sequence[Network]) -> None:
-        self.description, self._networks = description, tuple(networks)
+    def __init__(
+        self,
+        description: EncoderDescription,
+        networks: Sequence[Network],
+        path: Path | None = None,
+        revision: str | None = None,
+    ) -> None:
+        self.description, self.networks = description, tuple(networks)
+        self.path, self.revision = path, revision
 
     @property
     def name(self) -> str:
@@ -80,24 +99,24 @@ class Encoder:
         if self.description.fingerprint is not None:
             return self.description.fingerprint
         parts = [self.description.model_dump_json(include={"networks"})]
-        for network in self._networks:
+        for network in self.networks:
             parts += [file_sha256(network.folder / name) for name in network.description.files]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @property
     def pixels(self) -> tuple[Pixels, ...]:
         """The input of each network."""
-        return tuple(network.description.pixels for network in self._networks)
+        return tuple(network.description.pixels for network in self.networks)
 
     @property
     def width(self) -> int:
         """Number of features."""
-        return sum(network.description.width for network in self._networks)
+        return sum(network.description.width for network in self.networks)
 
     @property
     def token_width(self) -> int:
         """Number of values that the unknown score reads."""
-        widths = [network.description.token_width or 0 for network in self._networks]
+        widths = [network.description.token_width or 0 for network in self.networks]
         return sum(widths) or self.width
 
     @property
@@ -113,14 +132,14 @@ class Encoder:
     @property
     def prompt_shape(self) -> tuple[int, int, int] | None:
         """Blocks, length and width of prompts; None if it takes none."""
-        prompted = self._networks[0].description.prompted
-        if prompted is None or len(self._networks) > 1:
+        prompted = self.networks[0].description.prompted
+        if prompted is None or len(self.networks) > 1:
             return None
         return prompted.blocks, prompted.length, prompted.width
 
     def views(self, image: Image.Image) -> list[Values]:
         """Return the preprocessed pixels of an image for each network, channels x size x size."""
-        return [network.view(image) for network in self._networks]
+        return [network.view(image) for network in self.networks]
 
     def encode(self, image: Image.Image, prompts: Prompts | None = None) -> EncodedImage:
         """Return the features of an image, under prompts if there are any.
@@ -132,19 +151,19 @@ class Encoder:
             CorruptFile: A graph cannot be run.
         """
         inputs = {} if prompts is None else self._inputs(prompts)
-        outputs = [network.run(network.view(image), inputs) for network in self._networks]
+        outputs = [network.run(network.view(image), inputs) for network in self.networks]
         features = [each for each, _ in outputs]
         tokens = [each for _, each in outputs if each is not None]
-        return EncodedImage(_side_by_side(features), _side_by_side(tokens or features))
+        return EncodedImage(_joined(features), _joined(tokens or features))
 
     def prior(self) -> dict[str, NDArray[Any]] | None:
         """Return statistics of the images it was trained on: `covariance` and `class_means`.
 
         None if there are none for these weights.
         """
-        if self.name not in BUILT_IN:
+        if self.name not in CATALOG:
             return None
-        path = assets() / f"{self.name}-statistics.safetensors"
+        path = _assets() / f"{self.name}-statistics.safetensors"
         if not path.is_file():
             return None
         content = path.read_bytes()
@@ -153,6 +172,21 @@ class Encoder:
         if description is None or description["fingerprint"] not in known:
             return None
         return {name: values.astype(np.float64) for name, values in load(content).items()}
+
+    def save(self, folder: Path) -> None:
+        """Write graphs and JSON to a new or empty folder, whose path loads the encoder again.
+
+        Raises:
+            BadOption: The folder has files.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise BadOption("", "out", f"{folder} is not empty; name a new folder")
+        for network in self.networks:
+            for name in network.description.files:
+                write_atomically(folder / name, read_regular(network.folder / name))
+        description = self.description.model_copy(update={"fingerprint": self.fingerprint})
+        write_description(folder / made.DESCRIPTION, description)
 
     def _inputs(self, prompts: Prompts) -> dict[str, Values]:
         """Return prompts as inputs of the prompted graph."""
@@ -173,42 +207,104 @@ class Encoder:
         return {name: np.ascontiguousarray(getattr(prompts, name), np.float32) for name in shapes}
 
 
-def _side_by_side(parts: Sequence[Values]) -> Values:
+def _joined(parts: Sequence[Values]) -> Values:
     """Return one part as it is, several with unit length side by side."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part / max(float(np.linalg.norm(part)), 1e-12) for part in parts])
 
 
-def assets() -> Path:
+def _assets() -> Path:
     """Return the folder of the files in this package."""
     return Path(str(resources.files("coda_prompt"))) / "assets"
 
 
 def load_encoder(text: str, *, download: bool = True) -> Encoder:
-    """Load an encoder by name.
+    """Load an encoder.
+
+    One that is not a ready encoder is made from its weights at the first use, which needs torch.
+
+    Args:
+        text: `NAME`, `NAME@SIZE` (pixels), `NAME=PATH`, `PATH` (a .safetensors file of weights, a
+            .onnx file with a .json file beside it, a folder with `encoder.json`), or `OWNER/NAME`,
+            a repository of the hub with `encoder.json`.
+        download: Whether what is not on this machine may be downloaded.
 
     Raises:
+        BackboneUnavailable: It cannot be downloaded.
+        BadOption: The size does not fit.
+        CorruptFile: A file is damaged or is no encoder.
+        MissingData: There is no such file, or it would have to be downloaded without `download`.
+        MissingExtra: It has to be made from weights, and torch is not installed.
         UnknownName: There is no such encoder.
+
+    Example:
+        >>> encoder = load_encoder("photo")
     """
-    if text not in BUILT_IN:
-        raise UnknownName("encoder", text, BUILT_IN)
-    parts = [read_description(assets() / f"{name}.json") for name in BUILT_IN[text]]
-    networks = [
-        Network(network, assets(), checked=True) for part in parts for network in part.networks
-    ]
-    return Encoder(parts[0] if len(parts) == 1 else _combined(text, parts), networks)
+    entry, size, path = parse_name(text, CATALOG)
+    if entry is not None and entry.file is None and (size is not None or path is not None):
+        problem = f"'{entry.name}' has one size and no weights to exchange; photo-vit has others"
+        raise BadOption("the backbone", "name", problem)
+    if path is not None:
+        return _load_local(text, path, download, known=entry is not None)
+    assert entry is not None
+    if entry.repository is not None:
+        folder, pin = made.from_hub(text, entry, download)
+        return _read(folder / made.DESCRIPTION, name=text, revision=pin.revision)
+    parts = [_read(_assets() / f"{name}.json", checked=True) for name in entry.networks]
+    if size is None:
+        return parts[0] if len(parts) == 1 else _side_by_side(text, parts)
+    folder = made.from_embedded(text, f"{parts[0].description.weights_fingerprint}")
+    return _read(folder / made.DESCRIPTION, name=text)
 
 
-def _combined(name: str, parts: Sequence[EncoderDescription]) -> EncoderDescription:
-    """Return the description of the networks of several encoders as one."""
-    fingerprints = "".join(f"{part.fingerprint}" for part in parts)
+def _load_local(text: str, path: Path, download: bool, known: bool) -> Encoder:
+    """Load an encoder from a folder, a graph or weights, or a repository of the hub."""
+    if path.is_dir():
+        return _read(path / made.DESCRIPTION, path=path)
+    if path.suffix == ".onnx":
+        return _read(path.with_suffix(".json"), path=path)
+    if not known and not path.exists() and re.fullmatch(REPOSITORY, text):
+        folder, pin = made.from_repository(text, download)
+        return _read(folder / made.DESCRIPTION, name=text, revision=pin.revision)
+    folder = made.from_file(text, path)
+    name = text.partition("=")[0] if known else None
+    return _read(folder / made.DESCRIPTION, name=name, path=path)
+
+
+def _read(
+    file: Path,
+    *,
+    name: str | None = None,
+    path: Path | None = None,
+    revision: str | None = None,
+    checked: bool = False,
+) -> Encoder:
+    """Return the encoder that a JSON file describes, called `name` if that is given."""
+    description = read_description(file)
+    if name is not None:
+        description = description.model_copy(update={"name": name})
+    networks = [Network(each, file.parent, checked=checked) for each in description.networks]
+    return Encoder(description, networks, path, revision)
+
+
+def cached_encoder(fingerprint: str) -> Encoder | None:
+    """Return an encoder that was made on this machine from weights; None: it was not."""
+    folder = made.find_encoder(fingerprint)
+    return None if folder is None else _read(folder / made.DESCRIPTION)
+
+
+def _side_by_side(name: str, parts: Sequence[Encoder]) -> Encoder:
+    """Return several encoders as one."""
+    described = [part.description for part in parts]
+    fingerprints = "".join(part.fingerprint for part in parts)
     changes = dict(
         name=name,
-        licence="; ".join(f"{part.name}: {part.licence}" for part in parts),
-        source="; ".join(f"{part.name}: {part.source}" for part in parts),
+        licence="; ".join(f"{each.name}: {each.licence}" for each in described),
+        source="; ".join(f"{each.name}: {each.source}" for each in described),
         fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
         weights_fingerprint=None,
-        networks=tuple(network for part in parts for network in part.networks),
+        networks=tuple(network for each in described for network in each.networks),
     )
-    return parts[0].model_copy(update=changes)
+    networks = [network for part in parts for network in part.networks]
+    return Encoder(described[0].model_copy(update=changes), networks)

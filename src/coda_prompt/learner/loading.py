@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_prompt import errors
+from coda_prompt.encoder.catalog import parse_name
 from coda_prompt.learner.store import BackboneRecord, Description
 from coda_prompt.research import methods
 from coda_prompt.research.training.settings import Training
@@ -15,7 +16,6 @@ from coda_prompt.research.vit.catalog import (
     CATALOG,
     LoadedBackbone,
     load_backbone,
-    parse_backbone,
 )
 from coda_prompt.storage.files import file_sha256
 
@@ -67,7 +67,7 @@ def resolve_backbone(made_with: BackboneRecord, named: str | None, folder: Path)
         return named
     path = None
     if named not in (None, AUTO):
-        entry, _, path = parse_backbone(str(named))
+        entry, _, path = parse_name(str(named), CATALOG)
         if path is None or (entry is not None and entry.name != known):
             problem = f"{folder} was made with {made_with.name}; make another model for {named}"
             raise errors.BadOption("the model", "backbone", problem)

@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from coda_prompt.encoder.catalog import CATALOG
 from coda_prompt.encoder.description import (
     EncoderDescription,
     NetworkDescription,
     Pixels,
     PromptedGraph,
+    write_description,
 )
 from coda_prompt.errors import MissingExtra
 from coda_prompt.images.preprocessing import Preprocessing, input_kind
 from coda_prompt.research.methods.coda import component_weights
+from coda_prompt.research.vit.catalog import load_backbone
 from coda_prompt.research.vit.vit import ViT
 from coda_prompt.storage.files import write_atomically
 
@@ -135,9 +138,34 @@ def export_encoder(
         weights_fingerprint=weights_fingerprint,
         networks=(network,),
     )
-    content = description.model_dump_json(indent=2, exclude_none=True) + "\n"
-    write_atomically(folder / f"{stem}.json", content.encode())
+    write_description(folder / f"{stem}.json", description)
     return description
+
+
+def export_backbone(text: str, folder: Path, precision: Precision = "int8") -> None:
+    """Write a backbone as an encoder.
+
+    Args:
+        text: As for `load_backbone`; what has to be downloaded is downloaded.
+        folder: An existing folder.
+        precision: Of products with weights.
+
+    Raises:
+        CodaError: As `load_backbone`.
+    """
+    backbone = load_backbone(text)
+    name, path = backbone.name, backbone.path
+    entry = CATALOG.get(name.partition("@")[0])
+    if entry is None and path is not None:
+        name = path.name
+    file = path.name if path is not None else f"{entry and (entry.repository or entry.file)}"
+    export_encoder(
+        *(backbone.vit, backbone.preprocessing, folder, "encoder"),
+        name=name,
+        licence=entry.licence if entry is not None and path is None else "unknown",
+        source=f"{file}, sha256 {backbone.sha256}",
+        precision=precision,
+    )
 
 
 def encoder_fingerprint(weights: str, pixels: Pixels, precision: Precision) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
@@ -18,8 +17,9 @@ from types import MappingProxyType
 
 import torch
 
+from coda_prompt.encoder import catalog as encoders
 from coda_prompt.encoder.download import fetch
-from coda_prompt.errors import BadOption, UnknownName
+from coda_prompt.errors import BadOption
 from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.research.vit.vit import ViT, ViTConfig
 from coda_prompt.research.vit.weights import (
@@ -41,7 +41,6 @@ __all__ = [
     "convert_checkpoint",
     "load_backbone",
     "load_weights",
-    "parse_backbone",
     "read_weights",
     "write_weights",
 ]
@@ -111,94 +110,43 @@ _SMALL = ViTConfig(width=384, heads=6, mlp_width=1536)
 _BASE = ViTConfig()
 # The 37 x 37 positions in the file (518 px images) are resampled to 16 x 16.
 _SMALL_14 = ViTConfig(patch_size=14, width=384, heads=6, mlp_width=1536, layer_scale=True)
-_SMALL_14_REGISTERS = replace(_SMALL_14, registers=4, position_for_class=False)
 _CLIP = ViTConfig(pre_norm=True, norm_eps=1e-5)
 _BASE_ROTARY = ViTConfig(image_size=256, registers=4, layer_scale=True, norm_eps=1e-5, rotary=True)
-_SMALL_ROTARY = replace(_BASE_ROTARY, width=384, heads=6, mlp_width=1536)
+_ON_HUB = {
+    "vit-b16-in1k": _BASE,
+    "vit-b16-in21k": _BASE,
+    "deit-tiny": _TINY,
+    "deit-small": _SMALL,
+    "dino-s16": _SMALL,
+    "dino-b16": _BASE,
+    "dinov2-s14": _SMALL_14,
+    "dinov2-s14-reg": replace(_SMALL_14, registers=4, position_for_class=False),
+    "dinov3-s16": replace(_BASE_ROTARY, width=384, heads=6, mlp_width=1536),
+    "dinov3-b16": _BASE_ROTARY,
+    "mae-b16": _BASE,
+    "clip-b16-openai": replace(_CLIP, quick_gelu=True),
+    "clip-b16-laion2b": _CLIP,
+}
 
-_MEAN_STD_HALF = Preprocessing()
-_IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-_IMAGENET_256 = replace(_IMAGENET, size=256)
-_MEAN_STD_CLIP = Preprocessing(
-    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
-)
-
-
-def _embedded(name: str, description: str) -> Backbone:
-    description = f"{description}; no download"
-    return Backbone(name, description, f"{name}-vit.safetensors", None, None, None)
-
-
-def _on_hub(
-    name: str,
-    repository: str,
-    config: ViTConfig,
-    preprocessing: Preprocessing,
-    megabytes: int,
-    description: str,
-    classes: int = 0,
-) -> Backbone:
-    file, repository = "model.safetensors", f"timm/{repository}"
-    description = f"{description}; about {megabytes} MB"
-    return Backbone(name, description, file, repository, config, preprocessing, classes)
-
-
-_B16, _DINO = "vit_base_patch16_224", "self-supervised on ImageNet-1k"
-_DINOV2 = "self-supervised on LVD-142M"
-_DINOV3 = "self-supervised on LVD-1689M, DINOv3 licence, unverified"
-_BACKBONES = (
-    _embedded("pocket", "small ViT for drawings"),
-    _embedded("photo", "ViT-S/14 for photographs"),
-    _on_hub("vit-b16-in1k", f"{_B16}.augreg_in21k_ft_in1k", _BASE, _MEAN_STD_HALF, 346,
-            "ViT-B/16 of the paper, ImageNet-21k then ImageNet-1k", 1000),
-    _on_hub("vit-b16-in21k", f"{_B16}.augreg_in21k", _BASE, _MEAN_STD_HALF, 410,
-            "ViT-B/16, ImageNet-21k only", 21843),
-    _on_hub("deit-tiny", "deit_tiny_patch16_224.fb_in1k", _TINY, _IMAGENET, 23,
-            "DeiT-Tiny/16, ImageNet-1k", 1000),
-    _on_hub("deit-small", "deit_small_patch16_224.fb_in1k", _SMALL, _IMAGENET, 88,
-            "DeiT-Small/16, ImageNet-1k", 1000),
-    _on_hub("dino-s16", "vit_small_patch16_224.dino", _SMALL, _IMAGENET, 87,
-            f"DINO ViT-S/16, {_DINO}"),
-    _on_hub("dino-b16", f"{_B16}.dino", _BASE, _IMAGENET, 343, f"DINO ViT-B/16, {_DINO}"),
-    _on_hub("dinov2-s14", "vit_small_patch14_dinov2.lvd142m", _SMALL_14, _IMAGENET, 88,
-            f"DINOv2 ViT-S/14, {_DINOV2}"),
-    _on_hub("dinov2-s14-reg", "vit_small_patch14_reg4_dinov2.lvd142m", _SMALL_14_REGISTERS,
-            _IMAGENET, 88, f"DINOv2 ViT-S/14 with 4 registers, {_DINOV2}"),
-    _on_hub("dinov3-s16", "vit_small_patch16_dinov3.lvd1689m", _SMALL_ROTARY, _IMAGENET_256, 86,
-            f"DINOv3 ViT-S/16, {_DINOV3}"),
-    _on_hub("dinov3-b16", "vit_base_patch16_dinov3.lvd1689m", _BASE_ROTARY, _IMAGENET_256, 343,
-            f"DINOv3 ViT-B/16, {_DINOV3}"),
-    _on_hub("mae-b16", f"{_B16}.mae", _BASE, _IMAGENET, 343,
-            f"MAE ViT-B/16, {_DINO}, licence CC BY-NC 4.0"),
-    _on_hub("clip-b16-openai", "vit_base_patch16_clip_224.openai", replace(_CLIP, quick_gelu=True),
-            _MEAN_STD_CLIP, 345, "OpenAI's CLIP ViT-B/16 before the projection, unverified", 512),
-    _on_hub("clip-b16-laion2b", "vit_base_patch16_clip_224.laion2b", _CLIP, _MEAN_STD_CLIP, 345,
-            "OpenCLIP ViT-B/16 on LAION-2B before the projection, unverified", 512),
-)  # fmt: skip
 
 CATALOG: Mapping[str, Backbone] = MappingProxyType(
-    {backbone.name: backbone for backbone in _BACKBONES}
+    {
+        entry.name: Backbone(
+            name=entry.name,
+            description=entry.description,
+            file=entry.file,
+            repository=entry.repository,
+            config=_ON_HUB.get(entry.name),
+            preprocessing=entry.preprocessing,
+            classes=entry.classes,
+        )
+        for entry in encoders.CATALOG.values()
+        if entry.file is not None
+    }
+    # Until torch's learner is gone, whose `photo` is the ViT alone.
+    | {"photo": Backbone("photo", "photo-vit", "photo-vit.safetensors", None, None, None)}
 )
-
-
-def parse_backbone(text: str) -> tuple[Backbone | None, int | None, Path | None]:
-    """Split `NAME`, `NAME@SIZE`, `NAME=PATH`, `NAME@SIZE=PATH` or `PATH` into its parts.
-
-    Raises:
-        BadOption: The size is not a number.
-        UnknownName: It is neither a name in `CATALOG` nor a path.
-    """
-    before, equals, path = text.partition("=")
-    name, at, size = before.partition("@")
-    if name not in CATALOG:
-        misnamed = bool(equals) and Path(before).name == before and not Path(text).is_file()
-        if misnamed or not _looks_like_path(text):
-            raise UnknownName("backbone", name, CATALOG)
-        return None, None, Path(text)
-    if (at and not re.fullmatch("[0-9]{1,5}", size)) or (equals and not path):
-        problem = f"'{text}' is none of NAME, NAME@SIZE, NAME=PATH and PATH"
-        raise BadOption("the backbone", "name", problem)
-    return CATALOG[name], int(size) if at else None, Path(path) if equals else None
+"""The encoders that are a ViT, with weights to train on."""
 
 
 def load_backbone(
@@ -230,7 +178,7 @@ def load_backbone(
         >>> backbone = load_backbone("photo@224")
         >>> features = backbone.vit.features(images)
     """
-    backbone, size, local = parse_backbone(text)
+    backbone, size, local = encoders.parse_name(text, CATALOG)
     name, pin = text.partition("=")[0] if backbone else text, None
     with contextlib.ExitStack() as stack:
         if local is not None:
@@ -319,7 +267,3 @@ def _embedded_file(backbone: Backbone) -> Iterator[Path]:
     asset = resources.files("coda_prompt") / "assets" / backbone.file
     with resources.as_file(asset) as path:
         yield path
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.endswith(".safetensors") or Path(text).name != text or Path(text).is_file()
