@@ -26,6 +26,7 @@ from coda_prompt.cli.completion import (
     complete_method,
     complete_preset,
 )
+from coda_prompt.encoder.catalog import CATALOG
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData
 from coda_prompt.learner import feedback, store
 from coda_prompt.learner.feedback import LearnerProgress
@@ -34,7 +35,6 @@ from coda_prompt.research.methods import METHODS
 from coda_prompt.research.training.fast import fast_precision
 from coda_prompt.research.training.settings import Event
 from coda_prompt.research.vit import catalog
-from coda_prompt.research.vit.catalog import CATALOG
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ _B16, _DINO = "vit_base_patch16_224", "self-supervised on ImageNet-1k"
 _DINOV2 = "self-supervised on LVD-142M"
 _DINOV3 = "self-supervised on LVD-1689M, DINOv3 licence, unverified"
 _ENTRIES = (
-    _embedded("pocket", "small ViT for drawings", "CC BY 4.0 (Quick, Draw! Dataset)",
+    _embedded("pocket", "small ViT for drawings", "Apache-2.0; trained on drawings under CC BY 4.0",
               "pocket-vit.safetensors"),
     _embedded("photo", "photo-vit and photo-lite side by side, for photographs", _PHOTO,
               None, "photo-vit", "photo-lite"),
