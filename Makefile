@@ -64,8 +64,7 @@ bench: install
 bench-tables: install
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/tasks.py
-	$(BIN)/python benchmarks/inference.py
-	$(BIN)/python benchmarks/lesson_time.py
+	$(BIN)/python benchmarks/classifier.py --out benchmarks/classifier.json
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

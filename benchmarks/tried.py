@@ -26,7 +26,7 @@ from speed import VITS, batch_for, in_task, interleaved, machine, product_step, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_prompt.learner.network import POCKET_AUGMENTATION
+from coda_prompt.research.lessons import DRAWING_AUGMENTATION
 from coda_prompt.research.methods import TrainingBatch
 from coda_prompt.research.methods.coda import CodaPrompt
 from coda_prompt.research.streams.pocket import pocket_source
@@ -144,7 +144,7 @@ def predicted_queries() -> list[dict[str, Any]]:
     labels = np.asarray(source.train.labels)
     positions = np.flatnonzero(labels < 20)  # the first task
     samples = Samples(source.train, positions, labels[positions])
-    views = Views(backbone.preprocessing, POCKET_AUGMENTATION, "squash")
+    views = Views(backbone.preprocessing, DRAWING_AUGMENTATION, "squash")
 
     def images(epoch: int | None) -> Tensor:
         order = [list(range(len(positions)))]
