@@ -110,6 +110,8 @@ def image_findings(
 
 def _size_and_kind(model: LearnedModel, samples: Sequence[Sample]) -> list[str]:
     """Return whether images are too small for the encoder, or of another kind."""
+    if not samples:
+        return []
     messages, size = [], max(pixels.size for pixels in model.encoder.pixels)
     side = float(np.median([min(sample.size) for sample in samples]))
     if side < size / 2:

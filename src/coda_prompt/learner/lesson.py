@@ -305,10 +305,15 @@ def lesson_record(
         calibration_error=None,
         temperature=temperature,
         fitted_on=fitted_on,
-        drawings=sum(sample.drawing for sample in read.samples) / len(read.samples),
+        drawings=share_of_drawings(read.samples),
         files=images.files_fingerprint,
         predictions=predictions,
     )
+
+
+def share_of_drawings(samples: Sequence[Sample]) -> float | None:
+    """Return the share of drawings; None if no sampled image could be read."""
+    return sum(sample.drawing for sample in samples) / len(samples) if samples else None
 
 
 # -- what a lesson costs earlier classes
