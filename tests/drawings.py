@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.learner.model import DEFAULT_METHOD
 from coda_prompt.research.streams.pocket import pocket_source
 
 SOURCE = pocket_source()
@@ -23,7 +22,7 @@ def drawings(rows: range | list[int], count: int = 20, test: bool = False) -> tu
 
 
 def taught(
-    *tasks: range | list[int], method: str = DEFAULT_METHOD, **options: Any
+    *tasks: range | list[int], method: str = "slda", **options: Any
 ) -> ContinualClassifier:
     """Return a classifier that has learned the classes of these rows, a task each."""
     rows = tuple(tuple(task) for task in tasks)

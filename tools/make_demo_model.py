@@ -21,7 +21,6 @@ import numpy as np
 import coda_prompt
 from coda_prompt import ContinualClassifier
 from coda_prompt.images.sources import Source
-from coda_prompt.learner.model import DEFAULT_METHOD
 from coda_prompt.research.streams.pocket import pocket_source
 
 FOLDER = Path(coda_prompt.__file__).parent / "assets" / "demo-model"
@@ -72,7 +71,7 @@ def describe(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--method", default=DEFAULT_METHOD)
+    parser.add_argument("--method", default="slda")
     parser.add_argument("--try", action="store_true", dest="trial")
     options = parser.parse_args()
     classifier = train(options.method)
