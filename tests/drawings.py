@@ -21,9 +21,7 @@ def drawings(rows: range | list[int], count: int = 20, test: bool = False) -> tu
     return split.images[indices], [NAMES[split.labels[index]] for index in indices]
 
 
-def taught(
-    *tasks: range | list[int], method: str = "slda", **options: Any
-) -> ContinualClassifier:
+def taught(*tasks: range | list[int], method: str = "slda", **options: Any) -> ContinualClassifier:
     """Return a classifier that has learned the classes of these rows, a task each."""
     rows = tuple(tuple(task) for task in tasks)
     return copy.copy(_taught(rows, method, tuple(sorted(options.items()))))

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import small
 import typer
@@ -19,7 +18,7 @@ from drawings import NAMES, drawings, taught
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from coda_prompt import ContinualClassifier, __version__, cli, shutdown
+from coda_prompt import __version__, cli, shutdown
 from coda_prompt.cli.completion import (
     complete_backbone,
     complete_class,

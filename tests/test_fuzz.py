@@ -31,10 +31,10 @@ from small import AUGMENTED_VIEWS
 from test_checkpointing import kept_run, stopped, whole_run
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.encoder.encoder import load_encoder
 from coda_prompt.errors import CodaError
 from coda_prompt.images.preprocessing import eval_view
 from coda_prompt.images.reading import open_image
-from coda_prompt.encoder.encoder import load_encoder
 from coda_prompt.learner.folder import ModelFolder
 from coda_prompt.research.bench import report, tables
 from coda_prompt.research.bench.config import load_benchmark

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from drawings import assert_same, drawings, taught
+from PIL import Image
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import HubError
