@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coda_prompt.learner.duplicates import BITS, MAX_DIFFERENT_BITS, PREFIX, image_hash
 from drawings import NAMES, SOURCE, drawings
 from PIL import Image
 from small import coda
@@ -19,6 +18,7 @@ from small import coda
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import CannotEdit, CorruptFile
 from coda_prompt.learner import store
+from coda_prompt.learner.duplicates import BITS, MAX_DIFFERENT_BITS, PREFIX, image_hash
 
 COUNT = 12
 

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coda_prompt.learner.editing import join
-from coda_prompt.learner.network import Network
 from drawings import NAMES, ContinualClassifier, assert_same, drawings, taught
 from forked import PATIENCE
 from serving import png, served
@@ -25,6 +23,8 @@ from small import coda
 
 from coda_prompt.errors import BadClassName, BadOption, CannotEdit, NothingToUndo, NotLearned
 from coda_prompt.learner import store
+from coda_prompt.learner.editing import join
+from coda_prompt.learner.network import Network
 
 TEST = drawings(range(8), count=6, test=True)[0]
 CLOSED_FORMS = ["ranpac", "slda", "ncm"]

@@ -9,10 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coda_prompt.learner.confusion import Confusion, ConfusionMatrix, draw_confusion
-from coda_prompt.learner.hints import DUPLICATE, MAX_SHOWN, lesson_hints
-from coda_prompt.learner.store import WatchedAccuracy
-from coda_prompt.learner.unknown import UnknownDetector
 from drawings import NAMES, SOURCE, drawings, taught
 from PIL import Image
 from small import coda
@@ -23,7 +19,11 @@ from coda_prompt.images.labelled import labelled
 from coda_prompt.learner import calibration
 from coda_prompt.learner.card import share_of
 from coda_prompt.learner.checks import CHECKS, add_check, read_checks
+from coda_prompt.learner.confusion import Confusion, ConfusionMatrix, draw_confusion
 from coda_prompt.learner.held_out import summarize
+from coda_prompt.learner.hints import DUPLICATE, MAX_SHOWN, lesson_hints
+from coda_prompt.learner.store import WatchedAccuracy
+from coda_prompt.learner.unknown import UnknownDetector
 
 WIDTH = 16
 

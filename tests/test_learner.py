@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coda_prompt.learner.calibration import expected_calibration_error
-from coda_prompt.learner.network import Network
 from drawings import NAMES, assert_same, drawings, taught, tensors
 from PIL import Image
 
@@ -18,7 +16,9 @@ from coda_prompt.errors import BadOption, NotLearned
 from coda_prompt.images.inputs import image_paths
 from coda_prompt.images.labelled import Labelled, MemorySplit, labelled
 from coda_prompt.learner import advice
+from coda_prompt.learner.calibration import expected_calibration_error
 from coda_prompt.learner.lesson import make_task
+from coda_prompt.learner.network import Network
 
 
 def test_three_lines_of_python(drawing_folders: Path) -> None:

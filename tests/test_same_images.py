@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from coda_prompt.learner.estimator import find_method
 from PIL import Image
 from small import coda, quick_options
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadOption
+from coda_prompt.learner.estimator import find_method
 from coda_prompt.research import methods
 from coda_prompt.research.methods.additive import is_removable
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coda_prompt.learner.separation import auroc, false_positive_rate
-from coda_prompt.learner.typicality import Prior
-from coda_prompt.learner.unknown import PREFIX, UnknownDetector, UnknownRule
 from drawings import NAMES, drawings, taught
 from PIL import Image
 from small import coda
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadOption
+from coda_prompt.learner.separation import auroc, false_positive_rate
+from coda_prompt.learner.typicality import Prior
+from coda_prompt.learner.unknown import PREFIX, UnknownDetector, UnknownRule
 from coda_prompt.research.vit.catalog import load_backbone
 
 WIDTH = 24
