@@ -10,7 +10,7 @@ from typing import Any
 from coda_prompt.storage.headers import content_sha256
 
 Change = Callable[[dict[str, Any]], object]
-TYPES = {"F64": "float64", "F32": "float32", "I64": "int64", "U8": "uint8"}
+TYPES = {"F64": "float64", "F32": "float32", "I64": "int64", "I32": "int32", "U8": "uint8"}
 
 
 def forged(

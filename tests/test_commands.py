@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import small
 import typer
@@ -19,7 +18,7 @@ from drawings import NAMES, drawings, taught
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from coda_prompt import ContinualClassifier, __version__, cli, shutdown
+from coda_prompt import __version__, cli, shutdown
 from coda_prompt.cli.completion import (
     complete_backbone,
     complete_class,
@@ -28,12 +27,12 @@ from coda_prompt.cli.completion import (
 )
 from coda_prompt.encoder.catalog import CATALOG
 from coda_prompt.errors import BadOption, CodaError, Interrupted, MissingData
-from coda_prompt.learner import feedback, store
+from coda_prompt.learner import feedback
 from coda_prompt.learner.feedback import LearnerProgress
+from coda_prompt.learner.folder import ModelFolder
+from coda_prompt.learner.results import Progress
 from coda_prompt.research.bench.config import shipped
 from coda_prompt.research.methods import METHODS
-from coda_prompt.research.training.fast import fast_precision
-from coda_prompt.research.training.settings import Event
 from coda_prompt.research.vit import catalog
 
 
@@ -65,15 +64,15 @@ def test_info_does_not_load_torch(model: Path) -> None:
 
 
 def test_info_says_how_to_finish_a_lesson(model: Path, tmp_path: Path) -> None:
-    store.begin_lesson(tmp_path, ExitStack(), "images", 0)
+    ModelFolder(tmp_path).begin_lesson(ExitStack(), "images", 0)
     refused = coda("info", tmp_path)
     assert isinstance(refused.exception, MissingData)
     assert "first lesson was not finished" in str(refused.exception)
     assert "repeat the 'coda learn' command" in str(refused.exception)
-    store.begin_lesson(model, ExitStack(), "images", 1)
+    ModelFolder(model).begin_lesson(ExitStack(), "images", 1)
     assert "repeat the 'coda learn' command" in coda("info", model).output
     assert json.loads(coda("info", model, "--json").output)["unfinished_lesson"]
-    store.end_lesson(model)
+    ModelFolder(model).end_lesson()
     assert "not finished" not in coda("info", model).output
 
 
@@ -99,76 +98,17 @@ def test_quiet_prints_the_result_only(model: Path, png: Path) -> None:
     assert isinstance(refused.exception, BadOption)
 
 
-def test_predictions_in_bfloat16_are_close_to_those_in_float32(model: Path, png: Path) -> None:
-    answers = []
-    for precision in ("32-true", "bf16-mixed"):
-        arguments = ("predict", model, png, "--json", "--unknown", "auto", "--precision", precision)
-        answers.append(json.loads(coda(*arguments).stdout)[0])
-    exact, rounded = answers
-    assert rounded["best"] == exact["best"]
-    assert rounded["probability"] == pytest.approx(exact["probability"], abs=0.02)
-    assert rounded["probability"] != exact["probability"]
-    assert rounded["typicality"] == pytest.approx(exact["typicality"], abs=0.05)
-
-
-def test_photographs_are_predicted_in_the_fastest_precision(tmp_path: Path) -> None:
-    images = np.random.default_rng(0).integers(0, 256, (6, 64, 64, 3), np.uint8)
-    classifier = ContinualClassifier("photo", device="cpu", verbose=False)
-    classifier.learn(list(images), list("ababab"), validation=0)
-    classifier.save(tmp_path / "model")
-    Image.fromarray(images[0]).save(tmp_path / "image.png")
-    probabilities = []
-    for precision in ([], ["--precision", "32-true"], ["--precision", "bf16-mixed"]):
-        done = coda("predict", tmp_path / "model", tmp_path / "image.png", "--json", *precision)
-        probabilities.append(json.loads(done.stdout)[0]["probability"])
-    default, exact, rounded = probabilities
-    assert exact != rounded
-    assert default == (rounded if fast_precision("cpu") == "bf16-mixed" else exact)
-    assert classifier(images[:1])[0].probability == default
-    loaded = ContinualClassifier.load(tmp_path / "model", device="cpu", precision="32-true")
-    assert loaded(images[:1])[0].probability == exact
-
-
 def test_progress_is_printed_in_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(feedback, "LINE_INTERVAL", 0.0)
     for quiet in (True, False):
         with LearnerProgress(quiet) as progress:
-            for step in range(1, 4):
-                progress.on_event(Event("step", 0, 1, epoch=0, epochs=2, step=step, steps=4))
+            for done in range(1, 4):
+                progress.on_progress(Progress("reading images", done, 4))
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == (0 if quiet else 3)
-    assert lines[0].startswith("learning, epoch 1/2")
-    assert "12 %" in lines[0]
-
-
-def test_long_lessons_are_announced(
-    tmp_path: Path, drawing_folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feedback, "LONG_LESSON", 0.0)
-    done = coda("learn", tmp_path / "model", drawing_folders / "task-1", "--method", "ncm")
-    assert done.exit_code == 0, done.exception
-    assert "this will take about" in done.stderr
-
-
-def test_one_stage_queries_are_decided_at_the_first_lesson(
-    tmp_path: Path, drawing_folders: Path
-) -> None:
-    first, second = (str(drawing_folders / f"task-{number}") for number in (1, 2))
-    early, plain = str(tmp_path / "early"), str(tmp_path / "plain")
-    trained = ("--method", "coda-p", "--epochs", "1")
-    done = coda("learn", early, first, *trained, "--queries", "one-stage")
-    assert done.exit_code == 0, done.exception
-    assert ContinualClassifier.load(early).network.method.config.query == "early"
-    assert coda("learn", plain, first, "--method", "ncm").exit_code == 0
-    refused = coda("learn", plain, second, "--queries", "one-stage")
-    assert isinstance(refused.exception, BadOption)
-    assert "decided at the first lesson" in str(refused.exception)
-    refused = coda("learn", str(tmp_path / "new"), first, "--queries", "one-stage")
-    assert isinstance(refused.exception, BadOption)
-    assert "ranpac has no prompts" in str(refused.exception)
-    assert not (tmp_path / "new").exists()
+    assert lines[0].startswith("reading images: 25 %, about")
 
 
 def test_classes_of_the_model_are_completed(model: Path, tmp_path: Path) -> None:

@@ -63,12 +63,14 @@ FORGED: dict[str, tuple[Change, dict[str, list[Any]] | None]] = {
     "path as name": (backbone(name="/dev/zero"), None),
     "path behind a name": (backbone(name="pocket=/dev/zero"), None),
     "hub": (backbone(name="vit-b16-in1k"), None),
-    "axis": (lambda description: None, {"sums.frozen": [0, 2**40]}),
-    "strides": (lambda description: None, {"sums.frozen": [0, 2**31, 2**31, 2**31]}),
-    "overflow": (lambda description: None, {"sums.frozen": [0, 2**63]}),
-    "width": (fields(method="ranpac", options={"width": 20_000}), None),
-    "length": (fields(method="coda-p", options={"length": 2**62}), None),
-    "pixels": (fields(pixels={}), None),
+    "axis": (lambda description: None, {"unknown.sums": [0, 2**40]}),
+    "strides": (lambda description: None, {"unknown.sums": [0, 2**31, 2**31, 2**31]}),
+    "overflow": (lambda description: None, {"unknown.sums": [0, 2**63]}),
+    "no images": (lambda description: None, {"classifier.bias": [0]}),
+    "method": (fields(method="ranpac"), None),
+    "head": (fields(method="coda-p"), None),
+    "seed": (fields(options={"seed": 2**70}), None),
+    "option": (fields(options={"width": 20_000}), None),
     "depth": (lambda d: {**d, "options": {"x": nested(150)}}, None),
 }
 
@@ -87,6 +89,7 @@ def test_a_forged_model_ends_in_one_message(
     code, said, most = run(folder, "predict", "model", "image.png")
     assert code == 2, said
     assert said.startswith("coda: ")
+    assert "sha256" not in said, "the hash of a forged model is right"
     assert said.count("\n") == 1, said
     assert len(said) < 1000
     assert most - peak < 16 * MB

@@ -22,20 +22,20 @@ import pytest
 import torch
 import yaml
 from drawings import drawings, taught
-from forging import forged, join_file, split_file
+from forging import forge_folder, forged, join_file, split_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from serving import cpu_seconds, peak_memory, served
 from small import AUGMENTED_VIEWS
 from test_checkpointing import kept_run, stopped, whole_run
-from test_models import changed
 
 from coda_prompt import ContinualClassifier
+from coda_prompt.encoder.encoder import load_encoder
 from coda_prompt.errors import CodaError
 from coda_prompt.images.preprocessing import eval_view
 from coda_prompt.images.reading import open_image
-from coda_prompt.learner import store
+from coda_prompt.learner.folder import ModelFolder
 from coda_prompt.research.bench import report, tables
 from coda_prompt.research.bench.config import load_benchmark
 from coda_prompt.research.bench.runs import runs_of
@@ -234,15 +234,14 @@ def test_damaged_models_are_refused(examples: int, tmp_path: Path) -> None:
     taught(range(2), [2], method="ncm").save(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
-    expected = store.decode_model(whole, file)
+    expected, arrays = ModelFolder(tmp_path).read()
 
     def check(change: Change) -> None:
         file.write_bytes(change(whole))
-        found = refused_or_fine(lambda: store.read_model(tmp_path))
+        found = refused_or_fine(lambda: ModelFolder(tmp_path).read())
         if found is not None:
-            assert found.description == expected.description
-            assert all(torch.equal(found.tensors[name], tensor)
-                       for name, tensor in expected.tensors.items())  # fmt: skip
+            assert found[0] == expected
+            assert all(np.array_equal(found[1][name], array) for name, array in arrays.items())
 
     fuzz(examples, check, damage())
 
@@ -257,7 +256,7 @@ def test_forged_models_are_refused_or_load(examples: int, tmp_path: Path) -> Non
         with tempfile.TemporaryDirectory(dir=tmp_path) as place:
             folder = Path(place) / "model"
             shutil.copytree(tmp_path / "whole", folder)
-            changed(folder, forge)
+            forge_folder(folder, forge)
             refused_or_fine(lambda: ContinualClassifier.load(folder).predict_proba(images))
 
     fuzz(examples, check, forgery())
@@ -348,13 +347,13 @@ def test_readers_of_models_take_little_memory_and_time(examples: int, tmp_path: 
     """Damaged files, and descriptions and shapes of any content with the right hash."""
     taught(range(2), [2], method="ncm").save(tmp_path)
     file, pid = tmp_path / "model.safetensors", os.getpid()
-    whole, backbone = file.read_bytes(), load_backbone("pocket")
+    whole, encoder = file.read_bytes(), load_encoder("pocket")
     images, _ = drawings(range(2), 1, test=True)
     start = 8 + int.from_bytes(whole[:8], "little")
     tensors = sorted(set(json.loads(whole[8:start])) - {"__metadata__"})
 
     def read() -> None:
-        ContinualClassifier.load(tmp_path, backbone=backbone).predict_proba(images)
+        ContinualClassifier.load(tmp_path, backbone=encoder).predict_proba(images)
 
     def check(how: int, change: Change, forge: Callable[[Any], Any], name: str, shape: Any) -> None:
         content = [

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from drawings import assert_same, drawings, taught
 from PIL import Image
-from test_learner import drawings, taught
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import HubError
@@ -115,8 +114,7 @@ def test_an_uploaded_model_downloads_unchanged(hub: LoopbackHub) -> None:
     fetched = ContinualClassifier.from_pretrained("me/sketches", endpoint=hub.address)
     images, _ = drawings(range(3), test=True)
     assert np.array_equal(fetched.predict(images), classifier.predict(images))
-    mine, other = classifier._model().tensors, fetched._model().tensors
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert_same(fetched, classifier)
 
 
 def test_the_guide_runs_as_written(
@@ -147,7 +145,7 @@ def test_upload_leaves_out_the_local_path_of_a_backbone_file(
     with resources.as_file(resources.files("coda_prompt") / "assets" / file.name) as weights:
         shutil.copy(weights, file)
     classifier = taught(range(2), method="ncm", backbone=str(file))
-    assert classifier._model().description.backbone.path == str(file)
+    assert classifier.model.backbone.path == str(file)
     classifier.push_to_hub("me/sketches", endpoint=hub.address)
     assert json.loads(hub.files["config.json"])["backbone"]["name"] == file.name
     assert not [name for name, content in hub.files.items() if b"secret-folder" in content]

@@ -34,8 +34,8 @@ from small import TINY, coda, tiny_vit
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BadImage
 from coda_prompt.images.preprocessing import Preprocessing
-from coda_prompt.learner import store
 from coda_prompt.learner.explanation import explain
+from coda_prompt.learner.folder import ModelFolder
 from coda_prompt.research.vit.catalog import write_weights
 from coda_prompt.serve import uploads
 from coda_prompt.serve.learning import ExampleDataset
@@ -78,7 +78,7 @@ def teaching_service(
 @pytest.fixture
 def teachable(teaching_service: httpx.Client, model: Path) -> httpx.Client:
     """A service that a test may teach; its learning process is warm after the first test."""
-    number = store.read_description(model).number
+    number = ModelFolder(model).description().number
     versions = teaching_service.get("/v1/history").json()["versions"]
     if number != next(each["number"] for each in versions if each["current"]):
         restored = teaching_service.post(f"/v1/undo?to={number}")
@@ -120,7 +120,7 @@ def test_predictions_equal_those_of_the_classifier(client: httpx.Client, model: 
     encoded[0]["data"] = f"data:image/png;base64,{encoded[0]['data']}"
     as_json = client.post("/v1/predict?top=6", json={"images": encoded}).json()
     for answer in (as_form, as_json):
-        assert answer["version"] == f"2-{store.model_sha256(model)[:8]}"  # type: ignore[index]
+        assert answer["version"] == f"2-{ModelFolder(model).sha256[:8]}"  # type: ignore[index]
         for prediction, probabilities in zip(answer["predictions"], expected, strict=True):
             given = {each["label"]: each["probability"] for each in prediction["top"]}
             values = [given[name] for name in NAMES[:6]]
@@ -131,16 +131,6 @@ def test_predictions_equal_those_of_the_classifier(client: httpx.Client, model: 
                 == NAMES[int(probabilities.argmax())]
             )
             assert not prediction["unknown"]
-
-
-def test_service_in_bfloat16_answers_like_the_classifier_in_float32(model: Path) -> None:
-    images, _ = drawings(range(6), 3, test=True)
-    expected = ContinualClassifier.load(model).predict_proba(images)
-    with served(str(model), "--precision", "bf16-mixed") as client:
-        answers = client.post("/v1/predict", files=files(images)).json()["predictions"]
-    found = [answer["probability"] for answer in answers]
-    np.testing.assert_allclose(found, expected.max(axis=1), atol=0.03)
-    assert [answer["best"] for answer in answers] == [NAMES[row] for row in expected.argmax(axis=1)]
 
 
 def test_prediction_below_threshold_is_unknown(client: httpx.Client) -> None:
@@ -556,9 +546,9 @@ def test_pending_requests_are_answered_before_shutdown(model: Path) -> None:
 def test_saved_lesson_is_done_even_if_its_process_is_killed(model_copy: Path) -> None:
     images, labels = drawings([9], 5)
     with served(str(model_copy)) as client:
-        before = store.model_sha256(model_copy)
+        before = ModelFolder(model_copy).sha256
         job = teach(client, images, labels)
-        while store.model_sha256(model_copy) == before:
+        while ModelFolder(model_copy).sha256 == before:
             time.sleep(0.001)
         for child in children_of(client.pid):  # type: ignore[attr-defined]
             with contextlib.suppress(ProcessLookupError):

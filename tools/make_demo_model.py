@@ -1,9 +1,9 @@
-"""Build the demo model of `coda serve`: CODA-P's prompts, RanPAC's classifier, 40 classes.
+"""Build the demo model of `coda serve`: 40 classes of drawings.
 
-    python tools/make_demo_model.py [--method coda-p-ranpac] [--try]
+    python tools/make_demo_model.py [--method slda] [--try]
 
 It learns two tasks of twenty classes of pocket, replaces src/coda_prompt/assets/demo-model and
-prints the accuracy of the old and the new model on the 800 test drawings. `--try` writes nothing;
+prints its accuracy on the 800 test drawings. `--try` writes nothing;
 it prints the accuracy of two further classes that are learned from few plain drawings, and of the
 other 40 afterwards.
 """
@@ -27,8 +27,6 @@ FOLDER = Path(coda_prompt.__file__).parent / "assets" / "demo-model"
 TASKS = (range(20), range(20, 40))
 FURTHER = range(50, 52)
 """Classes that `--try` adds."""
-WIDTH = 1024
-"""Random features of RanPAC; small, because the package ships the model."""
 
 
 def drawings(source: Source, rows: range, count: int, *, test: bool = False) -> Any:
@@ -41,8 +39,7 @@ def drawings(source: Source, rows: range, count: int, *, test: bool = False) -> 
 def train(method: str) -> ContinualClassifier:
     """Learn both tasks."""
     source = pocket_source()
-    options: dict[str, Any] = {"width": WIDTH} if method.endswith("ranpac") else {}
-    classifier = ContinualClassifier(method=method, **options)
+    classifier = ContinualClassifier("pocket", method, verbose=False)
     for rows in TASKS:
         classifier.learn(*drawings(source, rows, 80), validation=0.1)
     return classifier
@@ -74,7 +71,7 @@ def describe(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--method", default="coda-p-ranpac")
+    parser.add_argument("--method", default="slda")
     parser.add_argument("--try", action="store_true", dest="trial")
     options = parser.parse_args()
     classifier = train(options.method)
@@ -83,12 +80,11 @@ def main() -> None:
             try_further_classes(classifier, folder)
             return
         classifier.save(folder)
-        print(f"before: {describe(FOLDER)}")
         shutil.rmtree(FOLDER)
         FOLDER.mkdir()
         for name in ("model.safetensors", "config.json", "README.md"):
             shutil.copy(Path(folder) / name, FOLDER / name)
-        print(f"now: {describe(FOLDER)}")
+        print(describe(FOLDER))
 
 
 if __name__ == "__main__":

@@ -826,7 +826,7 @@ def edited(
         yield classifier
         if forgets:
             remove_checkpoints(folder.progress)
-            folder.forget_traces(classifier._versions)
+            classifier._versions = folder.forget_traces(classifier._versions)
         classifier.write(folder)
 
 

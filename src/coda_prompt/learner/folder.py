@@ -213,14 +213,14 @@ class ModelFolder:
         try:
             yield
         except CorruptFile as error:
-            if not self._stored():
+            if not self._listed():
                 raise
             remedy = f"{error.remedy} Or return to the newest stored version: coda undo."
             raise CorruptFile(self.path / MODEL, error.problem, remedy) from error
 
     def versions(self) -> Versions:
         """List the versions; of a damaged model, all stored ones are earlier."""
-        stored = self._stored()
+        stored = self._listed()
         try:
             current = self.description()
         except (CorruptFile, MissingData):
@@ -236,7 +236,7 @@ class ModelFolder:
         now = Version(number, self.path / MODEL)
         return Versions(tuple(before[-KEPT:]), now, tuple(after))
 
-    def _stored(self) -> list[Version]:
+    def _listed(self) -> list[Version]:
         paths = [path for path in self._version_files() if path.suffix == ".safetensors"]
         return sorted((Version(int(path.stem), path) for path in paths), key=lambda v: v.number)
 
@@ -315,17 +315,26 @@ class ModelFolder:
         Returns:
             The same versions, all in this folder.
         """
+        (self.path / RESTORING).unlink(missing_ok=True)
+        return self._write(versions)
+
+    def _write(self, versions: Versions) -> Versions:
         current = versions.current
         assert current is not None
         content = current.content  # read before the file of the current version is replaced
+        stored = self._stored(versions)
+        write_atomically(self.path / MODEL, content)
+        written = replace(stored, current=Version(current.number, self.path / MODEL))
+        self._tidy(written)
+        return written
+
+    def _stored(self, versions: Versions) -> Versions:
+        """Return the same versions, those before and after the current one in this folder."""
         before, after = (
             tuple(self._stored_here(each) for each in part)
             for part in (versions.before, versions.after)
         )
-        write_atomically(self.path / MODEL, content)
-        (self.path / RESTORING).unlink(missing_ok=True)
-        self._tidy(Versions(before, Version(current.number, self.path / MODEL), after))
-        return Versions(before, Version(current.number, self.path / MODEL), after)
+        return Versions(before, versions.current, after)
 
     def _stored_here(self, version: Version) -> Version:
         """Return a version of the folder `versions/`, written there unless it is."""
@@ -358,18 +367,26 @@ class ModelFolder:
         restored.current.read()  # raises if it is damaged
         note = json.dumps({**asked, "now": restored.current.number})
         write_atomically(self.path / RESTORING, note.encode())
-        done = self.commit(restored).current
+        done = self._write(restored).current
         assert done is not None
         return done
 
-    def forget_traces(self, versions: Versions) -> None:
-        """Delete what may name a forgotten class, before the model without it is written.
+    def forget_traces(self, versions: Versions) -> Versions:
+        """Rewrite or delete what may name a forgotten class, before the current version.
 
-        A kill must not leave it beside that model.
+        A kill must not leave it beside the model without the class.
+
+        Args:
+            versions: Those without the class.
+
+        Returns:
+            The same versions, those before and after the current one in this folder.
         """
-        self._remove_others(versions)
+        stored = self._stored(versions)
+        self._remove_others(stored)
         for name in (CONFIG, CARD, LESSON):
             (self.path / name).unlink(missing_ok=True)
+        return stored
 
     # -- lessons
 
@@ -418,7 +435,7 @@ class ModelFolder:
     def _refuse_foreign(self) -> None:
         """Refuse to write to a folder with files of something else."""
         if self.exists:
-            if self.sha256 is None and not self._stored():
+            if self.sha256 is None and not self._listed():
                 raise CorruptFile(self.path / MODEL, "is not a model of coda-prompt")
             return
         own = (FILES | FOLDERS) - {CONFIG, CARD}  # which other programs write too
