@@ -39,9 +39,9 @@ class EncodedImage:
     """What an encoder knows of an image."""
 
     features: Values
-    """What classifiers read, D."""
-    tokens: Values
-    """What the unknown score reads, T."""
+    """What classifiers read, D, of unit length."""
+    plain: Values
+    """The same without prompts, which the unknown score reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Prompts:
 
 
 class Encoder:
-    """Networks that turn an image into features; of several, features of unit length side by side.
+    """Networks that turn an image into features of unit length; those of several are side by side.
 
     An image is always run by itself, so that no answer depends on others. `encode` can be called
     in many threads at a time.
@@ -114,12 +114,6 @@ class Encoder:
         return sum(network.description.width for network in self.networks)
 
     @property
-    def token_width(self) -> int:
-        """Number of values that the unknown score reads."""
-        widths = [network.description.token_width or 0 for network in self.networks]
-        return sum(widths) or self.width
-
-    @property
     def min_side(self) -> int:
         """Pixels that the shorter side of a decoded image needs."""
         return max(required_min_side(pixels.preprocessing) for pixels in self.pixels)
@@ -144,17 +138,31 @@ class Encoder:
     def encode(self, image: Image.Image, prompts: Prompts | None = None) -> EncodedImage:
         """Return the features of an image, under prompts if there are any.
 
-        Tokens do not depend on prompts.
-
         Raises:
             BadOption: The prompts do not fit the encoder.
             CorruptFile: A graph cannot be run.
         """
-        inputs = {} if prompts is None else self._inputs(prompts)
-        outputs = [network.run(network.view(image), inputs) for network in self.networks]
-        features = [each for each, _ in outputs]
-        tokens = [each for _, each in outputs if each is not None]
-        return EncodedImage(_joined(features), _joined(tokens or features))
+        views = self.views(image)
+        if prompts is None:
+            features = [
+                network.run(view) for network, view in zip(self.networks, views, strict=True)
+            ]
+            plain = self._joined(features, min(image.size))
+            return EncodedImage(plain, plain)
+        outputs = self.networks[0].run_prompted(views[0], self._inputs(prompts))
+        return EncodedImage(*(self._joined([each], min(image.size)) for each in outputs))
+
+    def _joined(self, parts: Sequence[Values], side: int) -> Values:
+        """Return the features of each network with unit length side by side, of unit length.
+
+        `side` is of the decoded image: one decoded at reduced size is not small.
+        """
+        weighted = []
+        for network, part in zip(self.networks, parts, strict=True):
+            small = network.description.small
+            weight = small.weight if small is not None and side < small.below else 1.0
+            weighted.append(weight * _unit(part))
+        return _unit(np.concatenate(weighted))
 
     def prior(self) -> dict[str, NDArray[Any]] | None:
         """Return statistics of the images it was trained on: `covariance` and `class_means`.
@@ -207,11 +215,9 @@ class Encoder:
         return {name: np.ascontiguousarray(getattr(prompts, name), np.float32) for name in shapes}
 
 
-def _joined(parts: Sequence[Values]) -> Values:
-    """Return one part as it is, several with unit length side by side."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([part / max(float(np.linalg.norm(part)), 1e-12) for part in parts])
+def _unit(values: Values) -> Values:
+    """Return values scaled to unit length."""
+    return values / max(float(np.linalg.norm(values)), 1e-12)
 
 
 def _assets() -> Path:
@@ -297,14 +303,15 @@ def cached_encoder(fingerprint: str) -> Encoder | None:
 def _side_by_side(name: str, parts: Sequence[Encoder]) -> Encoder:
     """Return several encoders as one."""
     described = [part.description for part in parts]
-    fingerprints = "".join(part.fingerprint for part in parts)
+    networks = [network for part in parts for network in part.networks]
+    sources = [part.fingerprint for part in parts]
+    sources += [f"{network.description.small!r}" for network in networks]
     changes = dict(
         name=name,
         licence="; ".join(f"{each.name}: {each.licence}" for each in described),
         source="; ".join(f"{each.name}: {each.source}" for each in described),
-        fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
+        fingerprint=hashlib.sha256("".join(sources).encode()).hexdigest(),
         weights_fingerprint=None,
-        networks=tuple(network for each in described for network in each.networks),
+        networks=tuple(network.description for network in networks),
     )
-    networks = [network for part in parts for network in part.networks]
     return Encoder(described[0].model_copy(update=changes), networks)
