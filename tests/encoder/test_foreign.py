@@ -45,7 +45,7 @@ def write_means(folder: Path) -> Path:
 
 
 def write_projection(folder: Path, **placed: str) -> Path:
-    """An encoder of two outputs whose weights may be in another file."""
+    """An encoder whose weights may be in another file."""
     folder.mkdir(exist_ok=True)
     weights = np.arange(192 * 4, dtype=np.float32).reshape(192, 4) / 1000
     tensor = numpy_helper.from_array(weights, "weights")
@@ -59,19 +59,14 @@ def write_projection(folder: Path, **placed: str) -> Path:
         [
             helper.make_node("Flatten", ["images"], ["flat"]),
             helper.make_node("MatMul", ["flat", "weights"], ["projected"]),
-            helper.make_node("Relu", ["projected"], ["positive"]),
         ],
         "projection",
         [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 8, 8])],
-        [
-            helper.make_tensor_value_info("projected", TensorProto.FLOAT, [1, 4]),
-            helper.make_tensor_value_info("positive", TensorProto.FLOAT, [1, 4]),
-        ],
+        [helper.make_tensor_value_info("projected", TensorProto.FLOAT, [1, 4])],
         [tensor],
     )
     onnx.save(versioned(graph), folder / "projection.onnx")
-    network = NETWORK | {"file": "projection.onnx", "features": "positive", "width": 4}
-    network |= {"tokens": "projected", "token_width": 4}
+    network = NETWORK | {"file": "projection.onnx", "features": "projected", "width": 4}
     if placed:
         network["weights"] = "projection.weights"
     described = JSON | {"name": "projection", "networks": [network]}
@@ -90,10 +85,10 @@ def view() -> NDArray[np.float32]:
 
 def test_a_graph_with_a_json_file_beside_it(tmp_path: Path) -> None:
     encoder = load_encoder(str(write_means(tmp_path)))
-    encoded = encoder.encode(IMAGE)
-    assert np.allclose(encoded.features, view().mean(axis=(1, 2)), atol=1e-5)
-    assert np.array_equal(encoded.tokens, encoded.features)
-    assert (encoder.name, encoder.width, encoder.token_width) == ("channel means", 3, 3)
+    encoded, means = encoder.encode(IMAGE), view().mean(axis=(1, 2))
+    assert np.allclose(encoded.features, means / np.linalg.norm(means), atol=1e-5)
+    assert np.array_equal(encoded.plain, encoded.features)
+    assert (encoder.name, encoder.width) == ("channel means", 3)
     assert (encoder.can_prompt, encoder.prior(), encoder.min_side) == (False, None, 18)
 
 
@@ -101,12 +96,11 @@ def test_a_folder_with_weights_in_a_file_of_their_own(tmp_path: Path) -> None:
     folder = write_projection(tmp_path / "encoder", location="projection.weights")
     encoder = load_encoder(str(folder))
     encoded = encoder.encode(IMAGE)
-    weights = np.arange(192 * 4).reshape(192, 4) / 1000
-    assert np.allclose(encoded.tokens, view().reshape(-1) @ weights, atol=1e-4)
-    assert np.array_equal(encoded.features, encoded.tokens.clip(0))
+    projected = view().reshape(-1) @ np.arange(192 * 4).reshape(192, 4) / 1000
+    assert np.allclose(encoded.features, projected / np.linalg.norm(projected), atol=1e-5)
     encoder.save(tmp_path / "copy")
     again = load_encoder(str(tmp_path / "copy"))
-    assert np.array_equal(again.encode(IMAGE).tokens, encoded.tokens)
+    assert np.array_equal(again.encode(IMAGE).features, encoded.features)
     assert again.fingerprint == encoder.fingerprint
 
 
@@ -149,7 +143,8 @@ def network(**fields: Any) -> dict[str, Any]:
         network(width=0),
         network(width=10**9),
         network(width=True),
-        network(tokens="features"),
+        network(small={"below": 64}),
+        network(small={"below": 64, "weight": 2.0}),
         network(pixels=PIXELS | {"size": 10**6}),
         network(pixels=PIXELS | {"channels": 2}),
         network(pixels=PIXELS | {"mean": [0.5]}),
@@ -248,3 +243,24 @@ def test_links_are_not_followed(name: str, tmp_path: Path) -> None:
 def test_a_folder_without_an_encoder_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match=r"encoder\.json: the description of an encoder cannot"):
         load_encoder(str(tmp_path))
+
+
+def test_several_networks_stand_side_by_side_with_less_weight_for_small_images(
+    tmp_path: Path,
+) -> None:
+    write_means(tmp_path)
+    folder = write_projection(tmp_path)
+    described = json.loads((folder / "encoder.json").read_text())
+    small = {"below": 21, "weight": 0.5}
+    described["networks"] = [described["networks"][0], NETWORK | {"small": small}]
+    (folder / "encoder.json").write_text(json.dumps(described))
+    both = load_encoder(str(folder))
+    assert both.width == 7
+    assert both.prompt_shape is None
+    for image, weight in ((IMAGE, 0.5), (IMAGE.resize((40, 21)), 1.0)):
+        features = both.encode(image).features
+        lengths = np.linalg.norm(features[:4]), np.linalg.norm(features[4:])
+        assert lengths[1] / lengths[0] == pytest.approx(weight, rel=1e-5)
+        assert np.linalg.norm(features) == pytest.approx(1)
+        means = load_encoder(str(tmp_path / "mean.onnx")).encode(image).features
+        assert np.allclose(features[4:] / lengths[1], means, atol=1e-6)

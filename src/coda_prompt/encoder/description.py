@@ -46,7 +46,10 @@ class Pixels(FileSchema):
 
 
 class PromptedGraph(FileSchema):
-    """A graph with prompts as inputs: `components`, `keys` and `attention` beside the images."""
+    """A graph with prompts as inputs: `components`, `keys` and `attention` beside `images`.
+
+    Its outputs are `features`, and `plain`: the same without prompts.
+    """
 
     file: FileName
     blocks: int = Field(ge=1, le=256)
@@ -57,8 +60,17 @@ class PromptedGraph(FileSchema):
     """Channels of a row."""
 
 
+class SmallImages(FileSchema):
+    """Small images in which a network sees less than others do."""
+
+    below: int = Field(ge=1, le=MAX_SIZE)
+    """Pixels of the shorter side from which on an image is not small."""
+    weight: float = Field(ge=0, le=1)
+    """Length of the network's features of a small image; of others it is 1."""
+
+
 class NetworkDescription(FileSchema):
-    """One network: a graph from pixels (1 x channels x size x size) to features."""
+    """One network: a graph from `images` (1 x channels x size x size) to features."""
 
     file: FileName
     weights: FileName | None = None
@@ -67,18 +79,11 @@ class NetworkDescription(FileSchema):
     precision: Literal["int8", "float32"]
     pixels: Pixels
     features: Text = "features"
-    """Output that classifiers read."""
+    """Name of the output."""
     width: Width
     """Number of features."""
-    tokens: Text | None = None
-    """Output that the unknown score reads; None: it does not read this network."""
-    token_width: Width | None = None
-
-    @model_validator(mode="after")
-    def _tokens_have_a_width(self) -> NetworkDescription:
-        if (self.tokens is None) != (self.token_width is None):
-            raise ValueError("tokens and token_width belong together")
-        return self
+    small: SmallImages | None = None
+    """Other weight beside other networks; None: the same for all images."""
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class Prompts:
 
 
 class Encoder:
-    """Networks that turn an image into features; of several, features of unit length side by side.
+    """Networks that turn an image into features of unit length; those of several are side by side.
 
     An image is always run by itself, so that no answer depends on others. `encode` can be called
     in many threads at a time.
@@ -114,12 +114,6 @@ class Encoder:
         return sum(network.description.width for network in self.networks)
 
     @property
-    def token_width(self) -> int:
-        """Number of values that the unknown score reads."""
-        widths = [network.description.token_width or 0 for network in self.networks]
-        return sum(widths) or self.width
-
-    @property
     def min_side(self) -> int:
         """Pixels that the shorter side of a decoded image needs."""
         return max(required_min_side(pixels.preprocessing) for pixels in self.pixels)
@@ -149,13 +143,26 @@ class Encoder:
             CorruptFile: A graph cannot be run.
         """
         views = self.views(image)
-        pairs = list(zip(self.networks, views, strict=True))
-        plain = _joined([network.run(view, {})[0] for network, view in pairs])
         if prompts is None:
+            features = [
+                network.run(view) for network, view in zip(self.networks, views, strict=True)
+            ]
+            plain = self._joined(features, min(image.size))
             return EncodedImage(plain, plain)
-        inputs = self._inputs(prompts)
-        features = _joined([network.run(view, inputs)[0] for network, view in pairs])
-        return EncodedImage(features, plain)
+        outputs = self.networks[0].run_prompted(views[0], self._inputs(prompts))
+        return EncodedImage(*(self._joined([each], min(image.size)) for each in outputs))
+
+    def _joined(self, parts: Sequence[Values], side: int) -> Values:
+        """Return the features of each network with unit length side by side, of unit length.
+
+        `side` is of the decoded image: one decoded at reduced size is not small.
+        """
+        weighted = []
+        for network, part in zip(self.networks, parts, strict=True):
+            small = network.description.small
+            weight = small.weight if small is not None and side < small.below else 1.0
+            weighted.append(weight * _unit(part))
+        return _unit(np.concatenate(weighted))
 
     def prior(self) -> dict[str, NDArray[Any]] | None:
         """Return statistics of the images it was trained on: `covariance` and `class_means`.
@@ -208,12 +215,9 @@ class Encoder:
         return {name: np.ascontiguousarray(getattr(prompts, name), np.float32) for name in shapes}
 
 
-def _joined(parts: Sequence[Values]) -> Values:
-    """Return parts of equal length side by side, together of unit length."""
-    scale = len(parts) ** 0.5
-    return np.concatenate(
-        [part / max(scale * float(np.linalg.norm(part)), 1e-12) for part in parts]
-    )
+def _unit(values: Values) -> Values:
+    """Return values scaled to unit length."""
+    return values / max(float(np.linalg.norm(values)), 1e-12)
 
 
 def _assets() -> Path:
@@ -299,14 +303,15 @@ def cached_encoder(fingerprint: str) -> Encoder | None:
 def _side_by_side(name: str, parts: Sequence[Encoder]) -> Encoder:
     """Return several encoders as one."""
     described = [part.description for part in parts]
-    fingerprints = "".join(part.fingerprint for part in parts)
+    networks = [network for part in parts for network in part.networks]
+    sources = [part.fingerprint for part in parts]
+    sources += [f"{network.description.small!r}" for network in networks]
     changes = dict(
         name=name,
         licence="; ".join(f"{each.name}: {each.licence}" for each in described),
         source="; ".join(f"{each.name}: {each.source}" for each in described),
-        fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
+        fingerprint=hashlib.sha256("".join(sources).encode()).hexdigest(),
         weights_fingerprint=None,
-        networks=tuple(network for each in described for network in each.networks),
+        networks=tuple(network.description for network in networks),
     )
-    networks = [network for part in parts for network in part.networks]
     return Encoder(described[0].model_copy(update=changes), networks)

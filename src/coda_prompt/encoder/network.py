@@ -45,33 +45,34 @@ class Network:
         pixels = self.description.pixels
         return eval_view(image, pixels.preprocessing, pixels.resize)
 
-    def run(self, view: Values, prompts: Mapping[str, Values]) -> tuple[Values, Values | None]:
-        """Return the features of a view, and its tokens if it has any.
+    def run(self, view: Values) -> Values:
+        """Return the features of a view.
 
         Raises:
             CorruptFile: The graph does not give what it should.
         """
-        described, file = self.description, self.description.file
-        if prompts:
-            assert described.prompted is not None
-            file = described.prompted.file
-        outputs, widths = [described.features], [described.width]
-        if described.tokens is not None and described.token_width is not None:
-            outputs.append(described.tokens)
-            widths.append(described.token_width)
+        return self._run(
+            self.description.file, [self.description.features], {"images": view[None]}
+        )[0]
+
+    def run_prompted(self, view: Values, prompts: Mapping[str, Values]) -> list[Values]:
+        """Return the features of a view under prompts, and without; raises as `run`."""
+        assert self.description.prompted is not None
+        inputs = {"images": view[None], **prompts}
+        return self._run(self.description.prompted.file, ["features", "plain"], inputs)
+
+    def _run(self, file: str, outputs: list[str], inputs: Mapping[str, Values]) -> list[Values]:
+        path, width = self.folder / file, self.description.width
         session = self._session(file)
         try:
-            given = session.run(outputs, {"images": view[None], **prompts})
+            given = session.run(outputs, inputs)
         except Exception as error:  # onnxruntime's exceptions share no base class
-            raise CorruptFile(
-                self.folder / file, f"cannot be run ({_first_line(error)})"
-            ) from error
-        for name, values, width in zip(outputs, given, widths, strict=True):
+            raise CorruptFile(path, f"cannot be run ({_first_line(error)})") from error
+        for name, values in zip(outputs, given, strict=True):
             if values.size != width:
                 problem = f"output '{name}' has {values.size} values, the JSON says {width}"
-                raise CorruptFile(self.folder / file, problem)
-        rows = [np.asarray(values, np.float32).reshape(-1) for values in given]
-        return rows[0], rows[1] if len(rows) > 1 else None
+                raise CorruptFile(path, problem)
+        return [np.asarray(values, np.float32).reshape(-1) for values in given]
 
     def _session(self, file: str) -> InferenceSession:
         """Return the session of a graph, created at its first use."""

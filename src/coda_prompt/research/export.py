@@ -32,7 +32,7 @@ from coda_prompt.errors import MissingExtra
 from coda_prompt.images.preprocessing import Preprocessing, input_kind
 from coda_prompt.research.methods.coda import component_weights
 from coda_prompt.research.vit.catalog import load_backbone
-from coda_prompt.research.vit.vit import ViT
+from coda_prompt.research.vit.vit import ViT, ViTConfig
 from coda_prompt.storage.files import write_atomically
 
 if TYPE_CHECKING:
@@ -46,32 +46,26 @@ SHARED_BYTES = 1024
 """Constants of at least so many bytes are in the file that both graphs read."""
 ALIGNMENT = 64
 """Bytes."""
-OUTPUTS = ("features", "tokens")
 
 
-class Plain(nn.Module):
-    """From an image to its features and `ViT.plain_tokens`."""
+class Prompted(nn.Module):
+    """From an image to its features under CODA-Prompt's prompts p = sum_m alpha_m P_m (eq. 3).
+
+    And to its features without prompts, which are the query.
+    """
 
     def __init__(self, vit: ViT) -> None:
         super().__init__()
         self.vit = vit
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.vit.plain_tokens(images)
-        return self.vit.norm(tokens[:, : self.vit.config.width]), tokens
-
-
-class Prompted(Plain):
-    """The same with features under CODA-Prompt's prompts p = sum_m alpha_m P_m (eq. 3)."""
-
-    def forward(  # type: ignore[override]
+    def forward(
         self, images: Tensor, components: Tensor, keys: Tensor, attention: Tensor
     ) -> tuple[Tensor, Tensor]:
-        queries, tokens = super().forward(images)
+        queries = self.vit(images)
         weights = component_weights(queries, keys, attention)  # blocks x B x M
         prompts = (weights @ components.flatten(2)).unflatten(2, (LENGTH, -1))
         halves = zip(*prompts.chunk(2, dim=2), strict=True)  # of each block, B x L/2 x D
-        return self.vit.features(images, dict(enumerate(halves))), tokens
+        return self.vit(images, dict(enumerate(halves))), queries
 
 
 def export_encoder(
@@ -100,12 +94,13 @@ def export_encoder(
     Raises:
         MissingExtra: The packages for ONNX are not installed.
     """
-    modules = {f"{stem}.onnx": Plain(vit)}
     config, blocks = vit.config, min(BLOCKS, vit.config.depth)
-    modules[f"{stem}-prompted.onnx"] = Prompted(vit)
+    images, prompts = _example(config, blocks)
     graphs = {
-        file: _quantised(module, _example(module, blocks), precision)
-        for file, module in modules.items()
+        f"{stem}.onnx": _graph(vit, images, ["features"], precision),
+        f"{stem}-prompted.onnx": _graph(
+            Prompted(vit), images | prompts, ["features", "plain"], precision
+        ),
     }
     constants: dict[bytes, int] = {}
     for graph in graphs.values():
@@ -114,7 +109,7 @@ def export_encoder(
     write_atomically(folder / f"{stem}.weights", weights)
     for file, graph in graphs.items():
         write_atomically(folder / file, graph.SerializeToString(deterministic=True))
-    pixels = Pixels(**vars(preprocessing))
+    pixels = Pixels(**vars(preprocessing), resize="squash" if config.channels == 1 else "crop")
     weights_fingerprint = vit.fingerprint()
     network = NetworkDescription(
         file=f"{stem}.onnx",
@@ -125,8 +120,6 @@ def export_encoder(
         precision=precision,
         pixels=pixels,
         width=config.width,
-        tokens="tokens",
-        token_width=2 * config.width,
     )
     description = EncoderDescription(
         format=1,
@@ -174,19 +167,18 @@ def encoder_fingerprint(weights: str, pixels: Pixels, precision: Precision) -> s
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def _example(module: Plain, blocks: int) -> dict[str, Tensor]:
-    """Return inputs of a graph."""
-    config = module.vit.config
-    inputs = {"images": torch.zeros(1, config.channels, config.image_size, config.image_size)}
-    if isinstance(module, Prompted):
-        count, width = 30, config.width
-        inputs["components"] = torch.ones(blocks, count, LENGTH, width)
-        inputs |= {name: torch.ones(blocks, count, width) for name in ("keys", "attention")}
-    return inputs
+def _example(config: ViTConfig, blocks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return an image and prompts as inputs of a graph."""
+    count, size = 30, config.image_size
+    prompts = {"components": torch.ones(blocks, count, LENGTH, config.width)}
+    prompts |= {name: torch.ones(blocks, count, config.width) for name in ("keys", "attention")}
+    return {"images": torch.zeros(1, config.channels, size, size)}, prompts
 
 
-def _quantised(module: Plain, inputs: dict[str, Tensor], precision: Precision) -> ModelProto:
-    """Return the graph of a module, constants folded, with weights in 8 bits.
+def _graph(
+    module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], precision: Precision
+) -> ModelProto:
+    """Return a module as a graph with folded constants, in the given precision.
 
     Only constants are quantised: weights are transposed by folding.
     """
@@ -205,7 +197,7 @@ def _quantised(module: Plain, inputs: dict[str, Tensor], precision: Precision) -
             module.eval(),
             tuple(inputs.values()),
             input_names=list(inputs),
-            output_names=OUTPUTS,
+            output_names=outputs,
             dynamic_shapes=tuple(shapes),
             opset_version=OPSET,
             dynamo=True,
