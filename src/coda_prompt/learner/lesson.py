@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,21 @@ class Read:
     bad: tuple[BadImage, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Taught:
+    """The images of a lesson, with rows for the classes of the model and new ones after them."""
+
+    images: Labelled
+    """Those that could be read."""
+    read: Read
+    names: list[str]
+    """All class names by row."""
+    rows: Rows
+    """The class of each image."""
+    held_out: NDArray[np.bool_]
+    """Images that measure the lesson before they are learned too."""
+
+
 def teach(
     model: LearnedModel, images: Labelled, options: LessonOptions, checked: Labelled | None = None
 ) -> tuple[LearnedModel, Learned]:
@@ -93,58 +107,26 @@ def teach(
         Interrupted: `stop` became true.
     """
     started = time.perf_counter()
-    if not 0 <= options.validation < 1:
-        raise BadOption("learn", "validation", f"{options.validation} is not in [0, 1)")
-    hashing = (
-        bool(len(model.hashes)) if options.find_duplicates is None else options.find_duplicates
-    )
-    read = read_images(model.encoder, model.prompts, images, options, hashing=hashing)
-    images = images.selected(read.positions)
-    known, names = model.classes, [*model.classes]
-    names += [name for name in images.names if name not in known]
-    rows = np.array([names.index(name) for name in images.names])[images.split.labels]
-    held_out = hold_out(rows, names, options.validation, model.options.seed)
-
+    taught = read_lesson(model, images, options)
     before = known_scores(model, checked, options)
-    warnings = findings.image_findings(model, images, read.samples, checked)
-    suited = not findings.images_of_other_kind(model, read.samples)
-    hints = findings.lesson_hints(
-        read.plain, rows, names, model.detector.moments, partial(images.name), suited
-    )
-    prompted, read = train_prompts(model, images, rows, held_out, read, options)
-    measured = prompted.classifier
-    detector = prompted.detector.learned(read.plain, rows, len(names))
-    if isinstance(measured, Classifier):
-        taught = measured.learned(read.features, rows, len(names))
-        if held_out.any():
-            part = ~held_out
-            measured = measured.learned(read.features[part], rows[part], len(names))
-        prompted = replace(prompted, classifier=taught)
-    scores = measured.scores(read.features[held_out]) if held_out.any() else None
-    record = lesson_record(model, images, read, rows[held_out], scores)
-    continued = rows < len(known)
-    if continued.any() and model.scorer.can_reject(DEFAULT_RATE):
-        typicality = model.scorer.typicality(read.plain[continued])
-        hints += findings.typicality_finding(typicality, "images of known classes")
-    hashes = model.hashes
-    if hashing:
-        hints += findings.repeated_finding(read.hashes, hashes, names, images.name)
-        hashes = hashes.learned(read.hashes, rows)
-    learned = replace(prompted, detector=detector, hashes=hashes)
+    warnings = findings.image_findings(model, taught.images, taught.read.samples, checked)
+    hints = lesson_hints(model, taught)
+    prompted, taught = train_prompts(model, taught, options)
+    learned, scores = learn_features(prompted, taught)
+    record = lesson_record(model, taught, scores)
     learned = learned.with_lessons([*model.tasks, record])
     if scores is not None:
-        error = calibration.expected_calibration_error(scores, rows[held_out], learned.temperature)
+        truth = taught.rows[taught.held_out]
+        error = calibration.expected_calibration_error(scores, truth, learned.temperature)
         record = record.model_copy(update={"calibration_error": error})
-    accuracies: dict[str, tuple[float, float]] = {}
-    checked_images: dict[str, int] = {}
+    forgotten: dict[str, tuple[float, float]] = {}
     if before is not None:
         after = scored_again(learned, before, options)
         record = record.model_copy(update={"watched": watched(before, after)})
-        accuracies = {
+        forgotten = {
             name: (each.accuracy, after.accuracies[name].accuracy)
             for name, each in before.accuracies.items()
         }
-        checked_images = {name: each.images for name, each in before.accuracies.items()}
     learned = replace(learned, tasks=(*model.tasks, record))
     return learned, Learned(
         new=tuple(record.new),
@@ -156,15 +138,77 @@ def teach(
         calibration_error=record.calibration_error,
         seconds=time.perf_counter() - started,
         warnings=tuple(warnings),
-        left_out=tuple(str(problem) for problem in (*images.left_out, *read.bad)),
-        forgotten=accuracies,
-        checked=checked_images,
+        left_out=tuple(str(each) for each in (*taught.images.left_out, *taught.read.bad)),
+        forgotten=forgotten,
+        checked={} if before is None else before.counts,
         hints=tuple(hints),
-        held_out_images=tuple(read.positions[held_out].tolist()),
+        held_out_images=tuple(taught.read.positions[taught.held_out].tolist()),
     )
 
 
 # -- its steps
+
+
+def read_lesson(model: LearnedModel, images: Labelled, options: LessonOptions) -> Taught:
+    """Read the images, number their classes and choose those that are held out.
+
+    Raises:
+        BadOption: `validation` is no share.
+        BadImages, Interrupted: As `read_images`.
+    """
+    if not 0 <= options.validation < 1:
+        raise BadOption("learn", "validation", f"{options.validation} is not in [0, 1)")
+    asked = options.find_duplicates
+    hashing = bool(len(model.hashes)) if asked is None else asked
+    read = read_images(model.encoder, model.prompts, images, options, hashing=hashing)
+    images = images.selected(read.positions)
+    names = list(dict.fromkeys((*model.classes, *images.names)))
+    rows = np.array([names.index(name) for name in images.names])[images.split.labels]
+    held_out = hold_out(rows, names, options.validation, model.options.seed)
+    return Taught(images, read, names, rows, held_out)
+
+
+def lesson_hints(model: LearnedModel, taught: Taught) -> list[str]:
+    """Return what looks wrong with the images, beside each other and those learned before."""
+    plain, name = taught.read.plain, taught.images.name
+    suited = not findings.images_of_other_kind(model, taught.read.samples)
+    moments = model.detector.moments
+    hints = findings.lesson_hints(plain, taught.rows, taught.names, moments, name, suited)
+    continued = taught.rows < len(model.classes)
+    if continued.any() and model.scorer.can_reject(DEFAULT_RATE):
+        typicality = model.scorer.typicality(plain[continued])
+        hints += findings.typicality_finding(typicality, "images of known classes")
+    if taught.read.hashes.size:
+        hints += findings.repeated_finding(taught.read.hashes, model.hashes, taught.names, name)
+    return hints
+
+
+def learn_features(
+    model: LearnedModel, taught: Taught
+) -> tuple[LearnedModel, NDArray[np.float64] | None]:
+    """Add the images to everything that is a sum over images.
+
+    Returns:
+        The model without a record of the lesson, and the scores of the held-out images by what has
+        learned the others; None if no image is held out.
+    """
+    read, rows, classes = taught.read, taught.rows, len(taught.names)
+    measured = classifier = model.classifier
+    if isinstance(classifier, Classifier):
+        part = ~taught.held_out
+        measured = classifier.learned(read.features[part], rows[part], classes)
+        if not part.all():
+            classifier = classifier.learned(read.features, rows, classes)
+        else:
+            classifier = measured
+    hashes = model.hashes
+    if read.hashes.size:
+        hashes = hashes.learned(read.hashes, rows)
+    detector = model.detector.learned(read.plain, rows, classes)
+    scores = None
+    if taught.held_out.any():
+        scores = measured.scores(read.features[taught.held_out])
+    return replace(model, classifier=classifier, detector=detector, hashes=hashes), scores
 
 
 def read_images(
@@ -230,13 +274,8 @@ def hold_out(rows: Rows, names: Sequence[str], share: float, seed: int) -> NDArr
 
 
 def train_prompts(
-    model: LearnedModel,
-    images: Labelled,
-    rows: Rows,
-    held_out: NDArray[np.bool_],
-    read: Read,
-    options: LessonOptions,
-) -> tuple[LearnedModel, Read]:
+    model: LearnedModel, taught: Taught, options: LessonOptions
+) -> tuple[LearnedModel, Taught]:
     """Train the prompts of a method that has them, and compute the features under them.
 
     `coda-p` trains prompts and a head in every lesson, `coda-p-ranpac` prompts in the first one.
@@ -245,42 +284,32 @@ def train_prompts(
         MissingExtra: Prompts are trained, and torch is not installed.
     """
     if model.method not in PROMPTED or (model.prompts is not None and model.additive):
-        return model, read
+        return model, taught
     try:
         from coda_prompt.research.lessons import train
     except ModuleNotFoundError as error:
         raise MissingExtra(f"a lesson of {model.method}", "research") from error
-    trained = train(model, images, rows, held_out, options)
+    trained = train(model, taught, options)
     classifier = model.classifier
     if isinstance(classifier, LinearHead):
         weight, bias = (trained[f"head.{name}.frozen"] for name in ("weight", "bias"))
         classifier = LinearHead(weight, bias)
     prompted = replace(model, trained=trained, classifier=classifier)
-    again = replace(options, skip_bad=False)
-    return prompted, replace(
-        read, features=read_images(model.encoder, prompted.prompts, images, again).features
-    )
+    again = read_images(model.encoder, prompted.prompts, taught.images, options)
+    return prompted, replace(taught, read=replace(taught.read, features=again.features))
 
 
 def lesson_record(
-    model: LearnedModel,
-    images: Labelled,
-    read: Read,
-    truth: Rows,
-    scores: NDArray[np.float64] | None,
+    model: LearnedModel, taught: Taught, scores: NDArray[np.float64] | None
 ) -> TaskRecord:
     """Describe the lesson, with accuracy and temperature measured on its held-out images.
 
     Args:
         model: What had been learned before.
-        images: The images of the lesson.
-        read: The same.
-        truth: Rows of the held-out images.
+        taught: The images.
         scores: Of the held-out images, by what has learned the others; None: there are none.
     """
-    known = model.classes
-    new = [name for name in images.names if name not in known]
-    names = [*known, *new]
+    images, names, truth = taught.images, taught.names, taught.rows[taught.held_out]
     default = model.classifier.default_temperature
     temperature, fitted_on = default, 0
     over_all, within = None, None
@@ -289,15 +318,14 @@ def lesson_record(
         if scores.shape[1] > 1:
             temperature = calibration.fit_temperature(scores, truth, default)
             fitted_on = len(truth)
-        own = np.array(sorted(names.index(name) for name in images.names))
-        over_all, within = among_all_and_own(scores, truth, own)
+        over_all, within = among_all_and_own(scores, truth, np.unique(taught.rows))
         for row, predicted in zip(truth.tolist(), scores.argmax(axis=1).tolist(), strict=True):
             counts = predictions.setdefault(names[row], {})
             counts[names[predicted]] = counts.get(names[predicted], 0) + 1
     return TaskRecord(
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        new=new,
-        continued=[name for name in images.names if name in known],
+        new=names[len(model.classes) :],
+        continued=[name for name in images.names if name in model.classes],
         images=images.counts(),
         held_out=len(truth),
         accuracy=over_all,
@@ -305,7 +333,7 @@ def lesson_record(
         calibration_error=None,
         temperature=temperature,
         fitted_on=fitted_on,
-        drawings=share_of_drawings(read.samples),
+        drawings=share_of_drawings(taught.read.samples),
         files=images.files_fingerprint,
         predictions=predictions,
     )
@@ -326,6 +354,11 @@ class KnownScores:
     images: Labelled
     read: Read
     accuracies: dict[str, ClassAccuracy]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of images of each class."""
+        return {name: each.images for name, each in self.accuracies.items()}
 
 
 def known_scores(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coda_prompt.errors import BadOption, UnfinishedLesson
 from coda_prompt.images.labelled import Labelled
-from coda_prompt.learner.lesson import LessonOptions
+from coda_prompt.learner.lesson import LessonOptions, Taught
 from coda_prompt.learner.model import PROMPT_NAMES, LearnedModel
 from coda_prompt.learner.results import Progress
 from coda_prompt.research import methods
@@ -36,20 +36,12 @@ NOT_IDENTIFYING = {"watched", "files", "predictions", "drawings"}
 """Fields of earlier lessons that do not influence a lesson."""
 
 
-def train(
-    model: LearnedModel,
-    images: Labelled,
-    rows: NDArray[np.int64],
-    held_out: NDArray[np.bool_],
-    options: LessonOptions,
-) -> dict[str, NDArray[Any]]:
+def train(model: LearnedModel, taught: Taught, options: LessonOptions) -> dict[str, NDArray[Any]]:
     """Train prompts and a head on the images of a lesson, after those of earlier lessons.
 
     Args:
         model: What has been learned before.
-        images: The images of the lesson.
-        rows: The class of each image.
-        held_out: Images that are not trained on.
+        taught: The images of the lesson, of which those held out are not trained on.
         options: How the lesson is learned.
 
     Returns:
@@ -85,7 +77,8 @@ def train(
             options.on_progress(Progress(stage, done, event.epochs * event.steps))
 
     engine = Engine(views, training, fabric=fabric, on_event=show, should_stop=options.stop)
-    positions, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    rows, images = taught.rows, taught.images
+    positions, test = np.flatnonzero(~taught.held_out), np.flatnonzero(taught.held_out)
     task = Task(
         len(model.tasks),
         tuple(np.unique(rows).tolist()),
