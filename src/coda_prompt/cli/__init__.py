@@ -15,7 +15,10 @@ from typer.core import TyperGroup
 from coda_prompt import __version__
 from coda_prompt.cli import bench, catalog, editing, learner, predict, serve
 from coda_prompt.console import escape_control_characters
-from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted, WrongFolder
+from coda_prompt.errors import METHOD_MODULE, CodaError, Interrupted, MissingExtra, WrongFolder
+
+RESEARCH = frozenset({"torch", "lightning_fabric", "matplotlib", "yaml", "onnx", "onnxscript"})
+"""Packages of the extra `research`."""
 
 
 class Commands(TyperGroup):
@@ -131,6 +134,11 @@ def main() -> None:
         if error.filename is None and error.errno is None:
             raise
         typer.echo(f"coda: {escape_control_characters(_describe(error))}", err=True)
+        sys.exit(CodaError.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in RESEARCH:
+            raise
+        typer.echo(f"coda: {MissingExtra('This command', 'research')}", err=True)
         sys.exit(CodaError.exit_code)
     except Exception as error:
         message_of_method = _error_in_method(error)

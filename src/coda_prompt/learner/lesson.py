@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -155,7 +156,10 @@ def read_lesson(model: LearnedModel, images: Labelled, options: LessonOptions) -
     Raises:
         BadOption: `validation` is no share.
         BadImages, Interrupted: As `read_images`.
+        MissingExtra: Prompts would be trained, and torch is not installed.
     """
+    if trains_prompts(model) and importlib.util.find_spec("torch") is None:
+        raise MissingExtra(f"A lesson of {model.method}", "research")
     if not 0 <= options.validation < 1:
         raise BadOption("learn", "validation", f"{options.validation} is not in [0, 1)")
     asked = options.find_duplicates
@@ -273,22 +277,22 @@ def hold_out(rows: Rows, names: Sequence[str], share: float, seed: int) -> NDArr
     return chosen
 
 
+def trains_prompts(model: LearnedModel) -> bool:
+    """Return whether the next lesson trains prompts, which needs torch.
+
+    `coda-p` trains prompts and a head in every lesson, `coda-p-ranpac` prompts in the first one.
+    """
+    return model.method in PROMPTED and (model.prompts is None or not model.additive)
+
+
 def train_prompts(
     model: LearnedModel, taught: Taught, options: LessonOptions
 ) -> tuple[LearnedModel, Taught]:
-    """Train the prompts of a method that has them, and compute the features under them.
-
-    `coda-p` trains prompts and a head in every lesson, `coda-p-ranpac` prompts in the first one.
-
-    Raises:
-        MissingExtra: Prompts are trained, and torch is not installed.
-    """
-    if model.method not in PROMPTED or (model.prompts is not None and model.additive):
+    """Train the prompts of a method that has them, and compute the features under them."""
+    if not trains_prompts(model):
         return model, taught
-    try:
-        from coda_prompt.research.lessons import train
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"a lesson of {model.method}", "research") from error
+    from coda_prompt.research.lessons import train  # the one call into that part
+
     trained = train(model, taught, options)
     classifier = model.classifier
     if isinstance(classifier, LinearHead):
