@@ -108,28 +108,49 @@ def method() -> str:
 
 
 def architecture() -> str:
-    """The packages and the direction of their imports."""
-    drawing = Drawing(1000, 300, "Packages of coda-prompt; arrows point to what builds on them")
-    lines = ["base", "errors, metrics, seeding,", "preprocessing, shutdown,", "console, storage/"]
-    drawing.box(20, 90, 168, 100, lines, GREY)
-    drawing.box(234, 36, 168, 64, ["model/", "ViT, weights, catalogue"])
-    drawing.box(234, 180, 168, 64, ["data/", "images, sources, streams"])
-    drawing.box(448, 108, 140, 64, ["methods/", "one file per method"], ORANGE)
-    drawing.box(634, 108, 150, 64, ["training/", "engine, checkpoints"])
-    drawing.box(634, 208, 150, 74, ["learner/", "ContinualClassifier", "Predictor"], GREEN)
-    drawing.box(826, 24, 150, 56, ["bench/", "presets, runs, reports"])
-    drawing.box(826, 116, 150, 56, ["serve/", "HTTP service, page"])
-    drawing.box(826, 217, 150, 56, ["cli/", "the coda command"], GREEN)
-    drawing.arrow((188, 120), (232, 82))
-    drawing.arrow((188, 160), (232, 198))
-    drawing.arrow((402, 82), (446, 126))
-    drawing.arrow((402, 198), (446, 154))
-    drawing.arrow((588, 140), (632, 140))
-    drawing.arrow((709, 172), (709, 206))
-    drawing.arrow((784, 245), (804, 245), (804, 52), (824, 52))
-    drawing.arrow((784, 245), (804, 245), (804, 144), (824, 144))
-    drawing.arrow((901, 172), (901, 215))
-    drawing.arrow((976, 52), (988, 52), (988, 245), (978, 245))
+    """The two floors, their packages, and the direction of their imports."""
+    drawing = Drawing(1010, 470, "Packages of coda-prompt; arrows point to what imports them")
+    drawing.box(14, 14, 982, 190, [], GREY)
+    drawing.text(30, 42, "research/    trains and compares methods, with torch", "b")
+    drawing.box(30, 60, 130, 56, ["vit/", "the ViT, its weights"])
+    drawing.box(30, 134, 130, 56, ["streams/", "data cut into tasks"])
+    drawing.box(220, 60, 150, 56, ["methods/", "one file per method"], ORANGE)
+    drawing.box(430, 60, 150, 56, ["training/", "engine, checkpoints"])
+    drawing.box(640, 60, 150, 56, ["bench/", "presets, runs, reports"])
+    drawing.box(220, 134, 150, 56, ["export.py", "ViT to ONNX graphs"], GREEN)
+    drawing.box(430, 134, 150, 56, ["lessons.py", "trains prompts"])
+    drawing.arrow((160, 88), (218, 88))
+    drawing.arrow((370, 88), (428, 88))
+    drawing.arrow((580, 88), (638, 88))
+    drawing.arrow((160, 162), (190, 162), (190, 125), (400, 125), (400, 104), (428, 104))
+    drawing.arrow((295, 116), (295, 132))
+    drawing.arrow((505, 116), (505, 132))
+
+    drawing.box(14, 244, 982, 212, [], GREY)
+    drawing.text(30, 272, "the classifier    NumPy, Pillow, ONNX Runtime; never imports torch", "b")
+    base = ["base", "storage/, errors,", "console, seeding,", "shutdown"]
+    drawing.box(30, 308, 130, 100, base)
+    drawing.box(220, 292, 150, 56, ["images/", "files to pixels"])
+    drawing.box(430, 292, 150, 56, ["encoder/", "pixels to features"], GREEN)
+    drawing.box(430, 384, 150, 56, ["statistics/", "sums and solutions"])
+    drawing.box(
+        640, 330, 150, 74, ["learner/", "LearnedModel, lesson,", "predict, ModelFolder"], GREEN
+    )
+    drawing.box(846, 292, 120, 56, ["serve/", "HTTP, the page"])
+    drawing.box(846, 384, 120, 56, ["cli/", "coda"])
+    drawing.arrow((160, 340), (218, 322))
+    drawing.arrow((160, 390), (428, 412))
+    drawing.arrow((370, 320), (428, 320))
+    drawing.arrow((580, 320), (638, 350))
+    drawing.arrow((580, 412), (638, 384))
+    drawing.arrow((790, 350), (844, 322))
+    drawing.arrow((790, 384), (844, 410))
+    drawing.arrow((906, 348), (906, 382))
+    drawing.arrow((250, 292), (250, 224), (95, 224), (95, 192))
+    drawing.arrow((790, 88), (984, 88), (984, 412), (968, 412))
+    drawing.arrow((330, 190), (330, 224), (490, 224), (490, 290), dashed=True)
+    drawing.arrow((580, 162), (715, 162), (715, 328), dashed=True)
+    drawing.text(505, 236, "dashed: only when it is needed, inside a function", "s")
     return drawing.svg()
 
 
@@ -154,13 +175,26 @@ def drawings() -> dict[str, str]:
         "predict.svg": _chain(
             "Predict",
             [
-                ["input"],
-                ["preprocess"],
-                ["batch"],
-                ["method.logits", "query, prompts, head"],
-                ["probabilities"],
-                ["unknown", "rule"],
+                ["image"],
+                ["decode", "upright, 8 bits"],
+                ["Encoder.encode", "pixels to features"],
+                ["scores", "a product"],
+                ["probabilities", "temperature"],
+                ["unknown", "typicality, rule"],
                 ["top-k"],
+            ],
+        ),
+        "lesson.svg": _chain(
+            "Learn",
+            [
+                ["folder"],
+                ["decode, encode", "each image once"],
+                ["hold out", "a fifth of a class"],
+                ["findings", "warnings, hints"],
+                ["add sums, solve", "of the rest, of all"],
+                ["measure", "accuracy, temperature"],
+                ["LearnedModel"],
+                ["commit"],
             ],
         ),
         "train.svg": _chain(
