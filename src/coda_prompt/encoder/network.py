@@ -36,7 +36,7 @@ class Network:
     def __init__(
         self, description: NetworkDescription, folder: Path, *, checked: bool = False
     ) -> None:
-        self.description, self.folder, self._checked = description, folder, checked
+        self.description, self.folder, self._is_safe = description, folder, checked
         self._lock = threading.Lock()
         self._sessions: dict[str, InferenceSession] = {}
 
@@ -78,10 +78,18 @@ class Network:
         """Return the session of a graph, created at its first use."""
         with self._lock:
             if file not in self._sessions:
-                if not self._checked:
-                    check_graph(self.folder / file, self.description.weights)
-                self._sessions[file] = _open(self.folder / file, self.description.precision)
+                self._sessions[file] = _open(self.checked(file), self.description.precision)
             return self._sessions[file]
+
+    def checked(self, file: str) -> Path:
+        """Return the path of a graph, after checking that it refers to no file but the weights.
+
+        Raises:
+            CorruptFile: It does, or is no ONNX file.
+        """
+        if not self._is_safe:
+            check_graph(self.folder / file, self.description.weights)
+        return self.folder / file
 
 
 def _open(path: Path, precision: str) -> InferenceSession:

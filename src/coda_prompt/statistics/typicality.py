@@ -245,9 +245,13 @@ class Scale:
         that a score means the same in an earlier and in a later lesson.
         """
         relative, distance = ((distances - self.values[0]) / self.values[1]).T
-        depth = (DEPTH_CLASSES / self.classes) ** DEPTH_EXPONENT
-        scores: Array = (relative + np.minimum(distance + FAR, 0)) / depth
+        scores: Array = (relative + np.minimum(distance + FAR, 0)) / self.depth
         return scores
+
+    @property
+    def depth(self) -> float:
+        """By which low scores of so many classes are too low."""
+        return (DEPTH_CLASSES / self.classes) ** DEPTH_EXPONENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,11 +277,11 @@ class UnknownScorer:
         images there are.
         """
         position = _squashed(self.scores(tokens))[:, None] * BINS - np.arange(BINS)
-        shares: Array = np.clip(position, 0, 1) @ self._shares
+        shares: Array = np.clip(position, 0, 1) @ self.shares
         return shares
 
     @cached_property
-    def _shares(self) -> Array:
+    def shares(self) -> Array:
         """Each count of the histogram, and one at its end, spread over the empty bins before it."""
         counts = self.histogram.astype(np.float64)
         counts[-1] += 1
