@@ -111,7 +111,7 @@ def architecture() -> str:
     """The two floors, their packages, and the direction of their imports."""
     drawing = Drawing(1010, 470, "Packages of coda-prompt; arrows point to what imports them")
     drawing.box(14, 14, 982, 190, [], GREY)
-    drawing.text(30, 42, "research/    trains and compares methods, with torch", "b")
+    drawing.text(30, 42, "research/: trains and compares methods, with torch", "b")
     drawing.box(30, 60, 130, 56, ["vit/", "the ViT, its weights"])
     drawing.box(30, 134, 130, 56, ["streams/", "data cut into tasks"])
     drawing.box(220, 60, 150, 56, ["methods/", "one file per method"], ORANGE)
@@ -127,7 +127,7 @@ def architecture() -> str:
     drawing.arrow((505, 116), (505, 132))
 
     drawing.box(14, 244, 982, 212, [], GREY)
-    drawing.text(30, 272, "the classifier    NumPy, Pillow, ONNX Runtime; never imports torch", "b")
+    drawing.text(30, 446, "classifier: NumPy, ONNX Runtime, no torch", "b")
     base = ["base", "storage/, errors,", "console, seeding,", "shutdown"]
     drawing.box(30, 308, 130, 100, base)
     drawing.box(220, 292, 150, 56, ["images/", "files to pixels"])
@@ -150,13 +150,13 @@ def architecture() -> str:
     drawing.arrow((790, 88), (984, 88), (984, 412), (968, 412))
     drawing.arrow((330, 190), (330, 224), (490, 224), (490, 290), dashed=True)
     drawing.arrow((580, 162), (715, 162), (715, 328), dashed=True)
-    drawing.text(505, 236, "dashed: only when it is needed, inside a function", "s")
+    drawing.text(728, 230, "dashed: imported when it is needed", "s")
     return drawing.svg()
 
 
 def _chain(title: str, names: Sequence[Sequence[str]]) -> str:
     """Draw steps from left to right."""
-    widths = [max(92, 9 * max(len(line) for line in lines) - 8) for lines in names]
+    widths = [max(92, 9 * max(len(line) for line in lines) + 14) for lines in names]
     drawing = Drawing(sum(widths) + 34 * len(names) + 6, 100, title)
     x = 20
     for number, (lines, width) in enumerate(zip(names, widths, strict=True)):
