@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.research.streams.pocket import pocket_source
@@ -31,17 +32,23 @@ def taught(*tasks: range | list[int], method: str = "slda", **options: Any) -> C
 def _taught(
     tasks: tuple[tuple[int, ...], ...], method: str, options: tuple[tuple[str, Any], ...]
 ) -> ContinualClassifier:
-    """Tests must not change it: each gets a copy."""
+    """What was learned is a value: a shallow copy can be changed."""
     if not tasks:
-        chosen = {"backbone": "pocket", "verbose": False, **dict(options)}
-        return ContinualClassifier(method=method, **chosen)
+        return ContinualClassifier(
+            method=method, **{"backbone": "pocket", "verbose": False, **dict(options)}
+        )
     classifier = copy.copy(_taught(tasks[:-1], method, options))
     classifier.learn(*drawings(list(tasks[-1])))
     return classifier
 
 
+def arrays(classifier: ContinualClassifier) -> dict[str, NDArray[Any]]:
+    """Return everything that was learned."""
+    return classifier.model.arrays()
+
+
 def assert_same(first: ContinualClassifier, second: ContinualClassifier) -> None:
     assert first.classes_ == second.classes_
-    mine, other = first.model.arrays(), second.model.arrays()
+    mine, other = arrays(first), arrays(second)
     assert mine.keys() == other.keys()
     assert all(np.array_equal(mine[name], other[name]) for name in mine)

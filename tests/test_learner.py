@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawings import NAMES, assert_same, drawings, taught, tensors
+from drawings import NAMES, arrays, assert_same, drawings, taught
 from PIL import Image
 
 from coda_prompt import ContinualClassifier
-from coda_prompt.errors import BadOption, NotLearned
+from coda_prompt.errors import BadOption, Interrupted, NotLearned, UnknownName
 from coda_prompt.images.inputs import image_paths
-from coda_prompt.images.labelled import Labelled, MemorySplit, labelled
-from coda_prompt.learner import advice
-from coda_prompt.learner.calibration import expected_calibration_error
-from coda_prompt.learner.lesson import make_task
-from coda_prompt.learner.network import Network
+from coda_prompt.images.labelled import labelled
+from coda_prompt.learner.findings import image_findings
+from coda_prompt.learner.results import Progress
+from coda_prompt.statistics.calibration import expected_calibration_error
 
 
 def test_three_lines_of_python(drawing_folders: Path) -> None:
@@ -31,7 +30,7 @@ def test_three_lines_of_python(drawing_folders: Path) -> None:
 
 def test_every_kind_of_data_gives_the_same_model(drawing_folders: Path) -> None:
     """A folder, paths, PIL images, arrays, tensors and a dataset with the same images."""
-    reference = ContinualClassifier(method="ranpac", width=256)
+    reference = ContinualClassifier()
     reference.learn(drawing_folders / "task-1")
     paths = image_paths([drawing_folders / "task-1"])
     names = [Path(path).parent.name for path in paths]
@@ -57,7 +56,7 @@ def test_every_kind_of_data_gives_the_same_model(drawing_folders: Path) -> None:
         (Pairs(),),
     ]
     for data in kinds:
-        other = ContinualClassifier(method="ranpac", width=256)
+        other = ContinualClassifier()
         other.learn(*data)
         assert_same(reference, other)
 
@@ -70,15 +69,28 @@ def test_known_classes_are_continued() -> None:
     assert learned.continued == (NAMES[0],)
     assert classifier.classes_ == [*NAMES[:3], NAMES[5]]
     assert classifier.tasks_[1]["continued"] == [NAMES[0]]
-    assert tensors(classifier)["counts.frozen"].tolist() == [16 + 40, 16, 16, 40]
+    assert arrays(classifier)["unknown.counts"].tolist() == [20 + 40, 20, 20, 40]
 
 
-def test_integer_labels_become_strings() -> None:
+def test_integer_labels_stay_integers(tmp_path: Path) -> None:
     classifier = ContinualClassifier(method="ncm")
     images, _ = drawings(range(2))
     classifier.learn(images, [7] * 20 + [10] * 20)
-    assert classifier.classes_ == ["7", "10"]
-    assert set(classifier.predict(images)) <= {"7", "10"}
+    assert classifier.classes_ == [7, 10]
+    answers = classifier.predict(images)
+    assert answers.dtype == np.int64
+    assert set(answers.tolist()) == {7, 10}
+    classifier.save(tmp_path)
+    loaded = ContinualClassifier.load(tmp_path)
+    assert loaded.predict(images).tolist() == answers.tolist()
+    loaded.learn(drawings([2])[0], np.full(20, 8))
+    assert loaded.classes_ == [7, 10, 8]
+    assert loaded.evaluate(images, [7] * 20 + [10] * 20).classes.keys() == {"7", "10"}
+    loaded.rename("10", "ten")
+    assert loaded.classes_ == ["7", "ten", "8"], "one class is no integer any more"
+    classifier.learn(drawings([2])[0], "other")
+    assert classifier.classes_ == ["7", "10", "other"]
+    assert set(classifier.predict(images).tolist()) <= {"7", "10", "other"}
 
 
 def test_predict_proba_follows_the_order_of_classes() -> None:
@@ -112,7 +124,7 @@ def test_evaluation_by_class_and_by_task() -> None:
 
 def test_old_tasks_retain_accuracy_among_their_own_classes() -> None:
     """Over all classes a task has more to be mistaken for; among its own it stays what it was."""
-    classifier = ContinualClassifier(method="ranpac", width=512)
+    classifier = ContinualClassifier()
     then = []
     for first in (0, 5, 10):
         classifier.learn(*drawings(range(first, first + 5), count=40))
@@ -123,64 +135,53 @@ def test_old_tasks_retain_accuracy_among_their_own_classes() -> None:
         assert task.accuracy_own >= before - 0.05
 
 
-def test_ranpac_beats_nearest_class_mean_on_one_class_per_task() -> None:
-    """Twelve classes of 40 drawings, with the method that learn takes by default."""
+def test_the_default_beats_nearest_class_means_on_one_class_per_lesson() -> None:
     accuracies = []
-    for options in ({"width": 512}, {"method": "ncm"}):
-        classifier = ContinualClassifier(**options)
+    for options in ({}, {"method": "ncm"}):
+        classifier = ContinualClassifier("pocket", **options)
         for row in range(12):
-            classifier.learn(*drawings([row], count=40), validation=0)
+            classifier.learn(*drawings([row], 40), validation=0)
         accuracies.append(classifier.score(*drawings(range(12), test=True)))
     assert accuracies[0] >= accuracies[1] + 0.03
 
 
-def test_new_class_with_few_images_is_predicted_beside_large_ones() -> None:
-    """And where all classes have as many, every class counts alike anyway."""
-    old, labels = drawings(range(10), 80)
+@pytest.mark.parametrize("method", ["slda", "ranpac"])
+def test_new_class_with_few_images_is_predicted_beside_large_ones(method: str) -> None:
     tests = drawings(range(10), test=True)
-    scores = {}
-    for balance in (False, True):
-        classifier = ContinualClassifier(balance=balance, width=512)
-        classifier.learn(old, labels, validation=0)
-        before = classifier.score(*tests)
-        scores[balance, "before"] = before
-        classifier.learn(*drawings([20, 21], 5), validation=0)
-        found = classifier.evaluate(*drawings([20, 21], test=True)).accuracy
-        scores[balance, "new"], scores[balance, "old"] = found, classifier.score(*tests)
-    assert scores[True, "before"] == pytest.approx(scores[False, "before"], abs=0.006)
-    assert scores[True, "new"] > scores[False, "new"] + 0.2
-    assert scores[True, "new"] > 0.3
-    assert scores[True, "old"] > scores[True, "before"] - 0.08
+    classifier = ContinualClassifier("pocket", method)
+    classifier.learn(*drawings(range(10), 80), validation=0)
+    before = classifier.score(*tests)
+    classifier.learn(*drawings([20, 21], 5), validation=0)
+    assert classifier.score(*drawings([20, 21], test=True)) > 0.3
+    assert classifier.score(*tests) > before - 0.08
 
 
-def test_reported_accuracy_matches_the_held_out_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    classifier = ContinualClassifier(method="ncm")
-    images, labels = drawings(range(12), 20)
-    classifier.learn(images, labels, validation=0)
-    held_out: list[int] = []
-
-    def recorded(*given: Any) -> Any:
-        task = make_task(*given)
-        held_out.extend(task.test.indices.tolist())
-        return task
-
-    monkeypatch.setattr("coda_prompt.learner.classifier.make_task", recorded)
-    images, labels = drawings(range(12, 16), 20)
-    learned = classifier.learn(images, labels)
-    chances = classifier.predict_proba(images[held_out])
-    rows = torch.tensor([classifier.classes_.index(labels[place]) for place in held_out])
-    own = torch.from_numpy(chances)[:, 12:]
-    assert learned.accuracy == pytest.approx(float((chances.argmax(1) == rows.numpy()).mean()))
-    assert learned.accuracy_own == pytest.approx(
-        float((own.argmax(1) + 12 == rows).double().mean())
-    )
+def test_held_out_images_are_measured_and_then_learned() -> None:
+    """Measured by a classifier of the other images; learned as if none had been held out."""
+    earlier, (images, labels) = taught(range(12), method="ncm"), drawings(range(12, 16))
+    held_out = np.zeros(len(images), bool)
+    learned = (classifier := taught(range(12), method="ncm")).learn(images, labels)
+    held_out[list(learned.held_out_images)] = True
+    assert held_out.sum() == learned.held_out == 16
+    chosen = [label for label, out in zip(labels, held_out, strict=True) if not out]
+    earlier.learn(images[~held_out], chosen, validation=0)
+    truth = np.array([earlier.classes_.index(labels[at]) for at in np.flatnonzero(held_out)])
+    chances = earlier.predict_proba(images[held_out])
+    assert learned.accuracy == pytest.approx((chances.argmax(axis=1) == truth).mean())
+    own = chances[:, 12:].argmax(axis=1) + 12
+    assert learned.accuracy_own == pytest.approx((own == truth).mean())
     assert learned.accuracy_own > learned.accuracy
-    error = expected_calibration_error(torch.from_numpy(chances).log(), rows, 1.0)
+    scores = np.log(chances) * earlier.temperature
+    error = expected_calibration_error(scores, truth, classifier.temperature)
     assert learned.calibration_error == pytest.approx(error, abs=1e-6)
+    whole = taught(range(12), method="ncm")
+    whole.learn(images, labels, validation=0)
+    assert_same(classifier, whole)
+    assert classifier.temperature == whole.temperature
 
 
 def test_checked_images_measure_forgetting(drawing_folders: Path) -> None:
-    classifier = ContinualClassifier(method="ranpac", width=256)
+    classifier = ContinualClassifier()
     classifier.learn(drawing_folders / "task-1")
     before = classifier.evaluate(*drawings(range(4), 8, test=True)).classes
     learned = classifier.learn(drawing_folders / "task-2", check=drawing_folders / "test")
@@ -200,48 +201,53 @@ def test_forgetting_is_reported() -> None:
     assert now < then
 
 
-def some(counts: dict[str, int], size: int = 28) -> Labelled:
-    labels = np.repeat(np.arange(len(counts)), list(counts.values()))
-    images = [Image.new("L", (size, size))] * len(labels)
-    return Labelled(MemorySplit(images, labels), tuple(counts))
-
-
-def network(known: list[str], backbone: str = "pocket") -> Network:
-    """A network that has learned the classes `known`."""
-    network = ContinualClassifier(backbone, "ncm", device="cpu").network
-    network.classes = known
-    return network
-
-
 @pytest.mark.parametrize(
-    ("counts", "known", "words"),
+    ("counts", "words"),
     [
-        ({"cat": 4, "dog": 9}, [], "fewer than 5"),
-        ({"cat": 6, "dog": 90}, [], "be biased towards 'dog'"),
-        ({"Cat": 9, "dog": 9}, ["cat"], "'cat' and 'Cat'"),
-        ({"alarm clock": 9, "alarm_clocks": 9}, [], "'alarm clock' and 'alarm_clocks'"),
-        ({"cat": 9}, [], "the only class"),
+        ({"cat": 4, "dog": 9}, "fewer than 5"),
+        ({"cat": 1, "dog": 9}, "learned from one image"),
+        ({"Bird": 9, "dog": 9}, "'bird' and 'Bird'"),
+        ({"alarm clock": 9, "alarm_clocks": 9}, "'alarm clock' and 'alarm_clocks'"),
+        ({"cat": 10, "dog": 12, "type 1": 10, "type 2": 10}, None),
     ],
 )
-def test_data_to_check_is_warned_about(
-    counts: dict[str, int], known: list[str], words: str
-) -> None:
-    found = advice.warnings(network(known), some(counts))
-    assert any(words in warning for warning in found)
+def test_doubtful_images_are_warned_about(counts: dict[str, int], words: str | None) -> None:
+    classifier = ContinualClassifier("pocket", "ncm", verbose=False)
+    learned = classifier.learn(drawings([9], 6)[0], "bird")
+    assert learned.warnings == (
+        "this is the only class so far: every image will be assigned to it",
+    )
+    images = [drawings([row], count)[0] for row, count in enumerate(counts.values())]
+    labels = [name for name, count in counts.items() for _ in range(count)]
+    found = classifier.learn(np.concatenate(images), labels).warnings
+    assert any(words in each for each in found) if words else not found
 
 
-def test_no_warning_for_good_data() -> None:
-    images = some({"cat": 10, "dog": 12, "type 1": 10, "type 2": 10})
-    assert advice.warnings(network(["bird"]), images) == []
+def test_a_trained_head_is_biased_towards_a_class_with_more_images() -> None:
+    labelled_images = labelled(*drawings([0, 1], 44))
+    few = labelled_images.selected(np.arange(40, 88))
+    for method, expected in (("coda-p", 1), ("slda", 0)):
+        model = ContinualClassifier("pocket", method).model
+        found = image_findings(model, few, few.samples, None)
+        assert sum("be biased towards" in each for each in found) == expected
 
 
-def test_warnings_about_small_images_and_photographs() -> None:
-    small = advice.warnings(network([], "photo@224"), some({"a": 9}))
-    assert any("expects 224 px" in warning for warning in small)
-    random = np.random.default_rng(0).integers(0, 255, (9, 128, 128, 3), np.uint8)
-    photographs = labelled(random, ["a"] * 9)
-    found = advice.warnings(network([]), photographs)
-    assert any("vit-b16-in21k" in warning for warning in found)
+def test_images_that_the_backbone_is_not_for_are_warned_about() -> None:
+    small = ContinualClassifier("photo-vit", "ncm", verbose=False)
+    grey = np.random.default_rng(0).integers(0, 255, (6, 28, 28, 3), np.uint8)
+    found = small.learn(grey, "a").warnings
+    assert any("are about 28 px, but the backbone expects 112 px" in each for each in found)
+    photographs = np.random.default_rng(0).integers(0, 255, (6, 128, 128, 3), np.uint8)
+    found = ContinualClassifier("pocket", "ncm", verbose=False).learn(photographs, "a").warnings
+    assert any("for photographs make a model with --backbone photo" in each for each in found)
+
+
+def test_auto_chooses_by_the_images_of_the_first_lesson() -> None:
+    classifier = ContinualClassifier(verbose=False)
+    learned = classifier.learn(*drawings(range(2), 6))
+    assert learned.chosen == "pocket: 10 of 12 sampled images are drawings"
+    assert classifier.backbone_name == "pocket"
+    assert classifier.learn(*drawings([2], 6)).chosen is None
 
 
 def test_subset_of_a_dataset_uses_its_class_names() -> None:
@@ -260,26 +266,57 @@ def test_subset_of_a_dataset_uses_its_class_names() -> None:
     assert ContinualClassifier(method="ncm").learn(part).images == {NAMES[0]: 2, NAMES[1]: 2}
 
 
-def test_closed_form_methods_refuse_epochs() -> None:
+def test_options_that_cannot_be_used_are_refused_and_nothing_is_learned() -> None:
+    classifier = ContinualClassifier("pocket")
     with pytest.raises(BadOption, match="nothing to train"):
-        ContinualClassifier().learn(*drawings(range(2)), epochs=3)
+        classifier.learn(*drawings(range(2)), epochs=3)
+    for share in (-0.1, 1.0):
+        with pytest.raises(BadOption, match="validation"):
+            classifier.learn(*drawings(range(2)), validation=share)
+    for method in ("er-5000", "ft++", "l2p++", "rancap"):
+        with pytest.raises(UnknownName, match="method"):
+            ContinualClassifier("pocket", method).learn(*drawings(range(2)))
+    with pytest.raises(UnknownName, match="no such backbone"):
+        ContinualClassifier("no such backbone").learn(*drawings(range(2)))
+    assert classifier.classes_ == []
 
 
-def test_temperature_is_fitted_to_held_out_images() -> None:
-    classifier = taught(range(6))
-    (task,) = classifier.tasks_
-    assert task["fitted_on"] == task["held_out"] > 0
-    assert task["temperature"] != classifier.network.method.temperature
-    images, names = drawings(range(6), test=True)
-    rows = [classifier.classes_.index(name) for name in names]
+def test_interrupted_learn_leaves_the_classifier_unchanged() -> None:
+    classifier = taught(range(3))
+    polls = iter(range(100))
+    with pytest.raises(Interrupted):
+        classifier.learn(*drawings([3, 4]), stop=lambda: next(polls) == 7)
+    assert_same(classifier, taught(range(3)))
+    assert not classifier.can_undo
+    fresh = ContinualClassifier()
+    with pytest.raises(KeyboardInterrupt):
+        fresh.learn(*drawings([3, 4]), on_progress=_interrupt)
+    assert fresh.classes_ == []
 
-    def surprise() -> float:
-        chances = classifier.predict_proba(images)
-        return float(-np.log(chances[np.arange(len(rows)), rows]).mean())
 
-    fitted = surprise()
-    classifier.predictor.temperature = 1.0
-    assert fitted < surprise()
+def _interrupt(progress: Progress) -> None:
+    if progress.done == 7:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["slda", "ncm"])
+def test_lessons_add_up(method: str) -> None:
+    """Images of a class in two lessons, in one, or another order of classes: equal answers."""
+    images, labels = drawings(range(6))
+    first = np.arange(len(images)) % 20 < 10
+    names = np.array(labels)
+    parts = ContinualClassifier("pocket", method)
+    parts.learn(images[first], names[first])
+    parts.learn(images[~first], names[~first])
+    turned = ContinualClassifier("pocket", method)
+    turned.learn(images[::-1], names[::-1])
+    whole = taught(range(6), method=method)
+    tests = drawings(range(6), test=True)[0]
+    expected = whole.predict_proba(tests)
+    np.testing.assert_allclose(parts.predict_proba(tests), expected, rtol=0, atol=1e-4)
+    assert turned.classes_ == whole.classes_[::-1]
+    np.testing.assert_allclose(turned.predict_proba(tests)[:, ::-1], expected, rtol=0, atol=1e-4)
+    assert parts.temperature == pytest.approx(whole.temperature, rel=1e-5)
 
 
 def test_predicting_before_learning_raises_not_learned() -> None:

@@ -361,7 +361,7 @@ def _open_dataset(data: Any, skip_bad: bool) -> Labelled:
 
 def _are_integers(labels: Any) -> bool:
     return not isinstance(labels, str) and all(
-        isinstance(each, int) for each in _check_labels(labels)
+        isinstance(each, int) and not isinstance(each, bool) for each in _check_labels(labels)
     )
 
 

@@ -320,11 +320,9 @@ class ContinualClassifier:
             BadImages: Images that cannot be read.
             NotLearned: No class has been learned yet.
         """
-        found = predict.predict(self.model, image_items(data, channels), top=1)
-        names = [each.best for _, each in found]
-        if self.model.options.integers:
-            return np.array([int(name) for name in names], np.int64)
-        return np.array(names, dtype=str)
+        found = predict.answers(self.model, image_items(data, channels))
+        rows = [int(each.probabilities.argmax()) for _, each in found]
+        return np.array(self.model.labels)[rows]
 
     def predictions(
         self,
@@ -706,10 +704,7 @@ class ContinualClassifier:
     @property
     def classes_(self) -> list[Any]:
         """The classes, in the order in which they were learned: names or integers."""
-        if self._learned is None:
-            return []
-        names = self._learned.classes
-        return [int(name) for name in names] if self._learned.options.integers else list(names)
+        return [] if self._learned is None else self._learned.labels
 
     @property
     def tasks_(self) -> list[dict[str, Any]]:

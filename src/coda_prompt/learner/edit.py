@@ -171,6 +171,7 @@ def joined(models: Sequence[LearnedModel], *, count_twice: bool = False) -> Lear
                 detector=first.detector.joined(other.detector, rows),
                 hashes=first.hashes.joined(other.hashes, rows),
                 tasks=tuple(tasks),
+                options=first.options if other.options.integers else other.options,
             )
         edit = _edit(first.tasks, f"joined {len(models)} models", [])
         first = first.with_lessons(first.tasks, edit)
@@ -351,11 +352,12 @@ def check_mergeable(model: LearnedModel, other: Description) -> None:
     pairs = {
         "method": (model.method, other.method),
         "backbone": (model.backbone.fingerprint[:16], other.backbone.fingerprint[:16]),
-        "options": (model.options, other.options),
+        "removable": (model.options.removable, other.options.removable),
+        "seed": (model.options.seed, other.options.seed),
     }
     for what, (mine, others) in pairs.items():
         if mine != others:
-            raise errors.CannotEdit(f"the models differ in their {what}: {mine} and {others}")
+            raise errors.CannotEdit(f"the models differ in '{what}': {mine} and {others}")
 
 
 def _refuse_common_images(models: Sequence[LearnedModel]) -> None:

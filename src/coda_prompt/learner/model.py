@@ -119,6 +119,13 @@ class LearnedModel:
         return [name for task in self.tasks for name in task.new]
 
     @property
+    def labels(self) -> list[Any]:
+        """The classes as they were given: integers, if all of them were and are."""
+        names = self.classes
+        integers = self.options.integers and all(str(_integer(name)) == name for name in names)
+        return [int(name) for name in names] if integers else list(names)
+
+    @property
     def additive(self) -> bool:
         """Whether what was learned are sums over images, so that classes can be edited."""
         return isinstance(self.classifier, Classifier)
@@ -283,6 +290,13 @@ class LearnedModel:
             description.number,
             description.parent,
         )
+
+
+def _integer(name: str) -> int | None:
+    try:
+        return int(name)
+    except ValueError:
+        return None
 
 
 PROMPT_NAMES = ("components", "keys", "attention")
