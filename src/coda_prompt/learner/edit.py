@@ -352,12 +352,12 @@ def check_mergeable(model: LearnedModel, other: Description) -> None:
     pairs = {
         "method": (model.method, other.method),
         "backbone": (model.backbone.fingerprint[:16], other.backbone.fingerprint[:16]),
-        "removable": (model.options.removable, other.options.removable),
+        "option 'removable'": (model.options.removable, other.options.removable),
         "seed": (model.options.seed, other.options.seed),
     }
     for what, (mine, others) in pairs.items():
         if mine != others:
-            raise errors.CannotEdit(f"the models differ in '{what}': {mine} and {others}")
+            raise errors.CannotEdit(f"the models differ in their {what}: {mine} and {others}")
 
 
 def _refuse_common_images(models: Sequence[LearnedModel]) -> None:

@@ -309,6 +309,8 @@ def _empty_classifier(method: str, encoder: Encoder, options: Options) -> Classi
     if name is None:
         return LinearHead(np.zeros((0, encoder.width), np.float32), np.zeros(0, np.float32))
     chosen = replace(OPTIONS[name], removable=options.removable, seed=options.seed)
+    if chosen.features == "unit":  # as those of an encoder are: moments are shared bit for bit
+        chosen = replace(chosen, features="plain")
     return Classifier.empty(chosen, encoder.width)
 
 
@@ -349,14 +351,22 @@ def _checked_trained(
         raise ValueError("the prompts are of another width")
     if keys.shape != (blocks, count, width) or attention.shape != keys.shape:
         raise ValueError("there is not one key for each component")
+    own = {f"{name}.frozen" for name in PROMPT_NAMES}
     if description.method == "coda-p":
+        rows, sizes = len(description.classes), ("task_sizes.frozen", "component_sizes.frozen")
         weight, bias = (arrays[f"head.{name}.frozen"] for name in ("weight", "bias"))
-        rows = len(description.classes)
         if weight.shape != (rows, width) or bias.shape != (rows,):
             raise ValueError("the head has other classes")
-    numbers = [array for name, array in arrays.items() if not name.endswith("sizes.frozen")]
-    if any(array.dtype != np.float32 for array in numbers):
-        raise ValueError("they are not float32")
+        if [arrays[name].sum() for name in sizes] != [rows, count]:
+            raise ValueError("its lessons have other classes or components")
+        own |= {*sizes, "head.weight.frozen", "head.bias.frozen"}
+    if arrays.keys() != own:
+        raise ValueError("unexpected arrays")
+    if any(
+        array.dtype != (np.int64 if "sizes" in name else np.float32)
+        for name, array in arrays.items()
+    ):
+        raise ValueError("they are of another type")
     return arrays
 
 
