@@ -298,15 +298,16 @@ class Moments:
         return grown._changed(counts, sums, squares, dtype)
 
     def moved(self, features: Array, source: int, labels: Array) -> Moments:
-        """Move images from the class in row `source` to the classes in rows `labels`."""
-        counts, sums = self.counts.copy(), self.sums.copy()
+        """Move images from the class in row `source` to those in rows `labels`, also new ones."""
+        grown = self.grown(int(labels.max(initial=-1)) + 1)
+        counts, sums = grown.counts.copy(), grown.sums.copy()
         features = features.astype(np.float64)
         counts[source] -= len(labels)
         sums[source] -= features.sum(axis=0)
         np.add.at(counts, labels, 1)
         np.add.at(sums, labels, features)
-        factors = self.factors and self.factors.moved(features, source, labels)
-        return replace(self, factors=factors)._changed(counts, sums, self._squares())
+        factors = grown.factors and grown.factors.moved(features, source, labels)
+        return replace(grown, factors=factors)._changed(counts, sums, self._squares())
 
     def means(self) -> NDArray[np.float64]:
         """Class means, C x D; zero for a class without images."""

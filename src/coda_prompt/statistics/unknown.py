@@ -181,7 +181,7 @@ class UnknownDetector:
     def moved(self, tokens: Array, source: int, labels: Array) -> UnknownDetector:
         """Move images to other classes; their scores stay with the class they were taught as."""
         moments = self.moments.moved(tokens[:, : self.width], source, labels)
-        return self._standardised(moments, self.histogram)
+        return self._standardised(moments, grown_rows(self.histogram, len(moments.counts)))
 
     def _standardised(
         self, moments: Moments, histogram: Array, gaussians: Gaussians | None = None
