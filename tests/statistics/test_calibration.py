@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from coda_prompt.statistics.algebra import unit
 from coda_prompt.statistics.calibration import (
     expected_calibration_error,
-    expected_temperature,
     fit_temperature,
     merge_temperatures,
     softmax,
 )
+from coda_prompt.statistics.classifier import OPTIONS, Classifier
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "closed-forms.npz"
 
@@ -42,19 +44,36 @@ def test_classes_without_images_change_nothing() -> None:
     assert fit_temperature(absent, labels, 1.0) == pytest.approx(fit_temperature(logits, labels, 1))
 
 
-def test_expected_temperature_falls_with_the_number_of_images() -> None:
+@pytest.mark.parametrize("name", ["slda", "ranpac"])
+@pytest.mark.parametrize("images", [1, 4, 30])
+def test_probabilities_of_new_images_are_calibrated(name: str, images: int) -> None:
+    """More features than images of all classes: scores of learned images say nothing."""
+    width, classes, generator = 256, 30, np.random.default_rng(0)
+    scales = np.arange(1, width + 1) ** -0.5
+    means = generator.standard_normal((classes, width)) * scales
+
+    def sample(count: int) -> tuple[np.ndarray, np.ndarray]:
+        labels = np.repeat(np.arange(classes), count)
+        noise = generator.standard_normal((len(labels), width)) * scales
+        tail = np.sqrt(generator.gamma(2.0, 0.5, (len(labels), 1)))
+        return unit(means[labels] + 0.9 * noise / tail), labels
+
+    options = replace(OPTIONS[name], width=512)
+    classifier = Classifier.empty(options, width).learned(*sample(images), classes)
+    features, labels = sample(60)
+    scores, temperature = classifier.scores(features), classifier.temperature
+    assert expected_calibration_error(scores, labels, temperature) < 0.12
+
+
+def test_temperature_is_the_same_however_lessons_were_split() -> None:
     generator = np.random.default_rng(0)
-    means, covariance = generator.standard_normal((8, 16)), np.eye(16)
-
-    def scores(features: np.ndarray) -> np.ndarray:
-        return features @ means.T - (means**2).sum(axis=1) / 2
-
-    few, many = (
-        expected_temperature(scores, means, np.full(8, count), covariance, 8 * (count - 1), 1.0)
-        for count in (2, 200)
-    )
-    assert few > many > 0
-    assert expected_temperature(scores, means[:1], np.array([5]), covariance, 4, 0.3) == 0.3
+    features, labels = unit(generator.standard_normal((60, 20))), np.arange(60) % 6
+    features[np.arange(60), labels] += 1
+    once = Classifier.empty(OPTIONS["slda"], 20).learned(features, labels, 6)
+    by_class = Classifier.empty(OPTIONS["slda"], 20)
+    for row in range(6):
+        by_class = by_class.learned(features[labels == row], labels[labels == row], row + 1)
+    assert by_class.temperature == pytest.approx(once.temperature, rel=1e-6)
 
 
 def test_temperatures_of_lessons_are_merged_by_their_images() -> None:

@@ -314,7 +314,7 @@ def lesson_record(
         scores: Of the held-out images, by what has learned the others; None: there are none.
     """
     images, names, truth = taught.images, taught.names, taught.rows[taught.held_out]
-    default = model.classifier.default_temperature
+    default = model.classifier.temperature
     temperature, fitted_on = default, 0
     over_all, within = None, None
     predictions: dict[str, dict[str, int]] = {}

@@ -26,7 +26,6 @@ from coda_prompt.learner.records import (
     checked_description,
 )
 from coda_prompt.statistics import calibration
-from coda_prompt.statistics.algebra import unit
 from coda_prompt.statistics.classifier import OPTIONS, Classifier
 from coda_prompt.statistics.typicality import Prior, UnknownScorer
 from coda_prompt.statistics.unknown import UnknownDetector
@@ -56,7 +55,7 @@ class LinearHead:
     """Classes x D."""
     bias: NDArray[np.float32]
 
-    default_temperature = 1.0
+    temperature = 1.0
 
     def scores(self, features: NDArray[np.floating]) -> NDArray[np.float64]:
         """Compute the scores of features, N x classes."""
@@ -177,19 +176,11 @@ class LearnedModel:
         Prompts change the features of which there are statistics; methods that have them use the
         mean of the temperatures fitted on held-out images.
         """
-        default = self.classifier.default_temperature
+        default = self.classifier.temperature
         fits = [(task.temperature, task.fitted_on) for task in self.tasks]
         if self.method in PROMPTED:
             return replace(self, temperature=calibration.merge_temperatures(fits, default))
-        moments = self.detector.moments
-        temperature = calibration.expected_temperature(
-            lambda features: self.classifier.scores(unit(features)),
-            moments.means(),
-            moments.counts,
-            *moments.covariance(),
-            default,
-        )
-        return replace(self, temperature=temperature)
+        return replace(self, temperature=default)
 
     def with_lessons(
         self, tasks: Sequence[TaskRecord], edit: EditRecord | None = None

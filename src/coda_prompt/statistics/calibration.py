@@ -2,79 +2,136 @@
 
 Guo et al., "On Calibration of Modern Neural Networks", ICML 2017 (https://arxiv.org/abs/1706.04599).
 
-The temperature of a closed-form method follows from running statistics (`expected_temperature`), so
-that it is the same however the statistics came about: in one lesson or several, by merging models,
-or by forgetting a class. That of other methods is fitted on the held-out images of each lesson.
-docs/lab/calibration.md compares the two.
+The temperature of a closed-form classifier follows from its statistics (`expected_temperature`), so
+that it is the same however they came about: in one lesson or several, by merging models, or by
+forgetting a class. That of other methods is fitted on the held-out images of each lesson.
+docs/lab/calibration.md has measurements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.statistics.algebra import Array, inverse_triangle
-from coda_prompt.statistics.moments import shrink_covariance
+from coda_prompt.statistics.algebra import Array
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 BINS = 10
 PRIOR_IMAGES = 10
-"""Number of images that weigh as much as the method's default temperature."""
-SAMPLES = 512
+"""Number of images that weigh as much as the default temperature in a fit; as much as `freedom`."""
+SAMPLES = 2048
 """Images sampled by `expected_temperature`."""
+TAIL = 3
+"""Degrees of freedom of Student's t distribution, of which images deviate from their class."""
+TYPICAL_CLASSES, CLASSES_EXPONENT = 100, 0.3
+"""With more classes than these, more of them resemble each other than samples tell."""
+ONE_IMAGE = 0.3
+"""By how much the means of single images deviate more than samples tell."""
+
+VARIANCE_SHARE, SINGLE_IMAGE = 0.03, 0.018
+"""Temperature of class means of many images, as a share of the variance of images, and how much is
+added if they are single images."""
+
+
+@dataclass(frozen=True, eq=False)
+class Discriminant:
+    """Products z = x P m of features x with class means m, where P^-1 = own S + ridge I.
+
+    S is the covariance within classes.
+    """
+
+    means: Array
+    """Classes x D."""
+    weight: Array
+    """The means times P, classes x D."""
+    counts: Array
+    """Images of each class; there is at least one."""
+    freedom: int
+    """Degrees of freedom of S."""
+    own: float
+    ridge: float
+    trace: float
+    """Of P."""
+
+    def sample(self) -> tuple[Array, Array]:
+        """Sample the products of new images, and their classes.
+
+        Three things make new images harder to classify than those that were learned:
+
+        - P was fitted to the deviations of the learned images from their class. The share of an
+          image in its own Mahalanobis distance follows from the trace of P; without it, products
+          are larger, as in leave-one-out cross-validation.
+        - A class mean is known from few images, and the classifier was fitted to it. The expected
+          mean is closer to that of all classes (empirical Bayes): of the variance of the means in a
+          direction, the part that sampling explains is removed.
+        - Real images are more often far from their class, as in Student's t distribution.
+        """
+        count, width = self.means.shape
+        products = self.weight @ self.means.T
+        distance = (width - self.ridge * self.trace) / self.own  # tr(P S)
+        fitted = min(0.99, self.own * distance / self.freedom)
+        within = (products - self.ridge * self.weight @ self.weight.T) / self.own  # M P S P M^T
+        values, vectors = np.linalg.eigh((within + within.T) / 2)
+        factor = vectors * (np.sqrt(np.maximum(values, 0)) / (1 - fitted))
+
+        centred = products - products.mean(axis=0)
+        centred -= centred.mean(axis=1, keepdims=True)
+        values, vectors = np.linalg.eigh((centred + centred.T) / 2)
+        noise = (1 / self.counts).mean() * distance / (1 - fitted)
+        noise *= (count - 1) / min(count - 1, width)
+        kept = np.maximum(values - noise, 0) / np.maximum(values, max(values[-1], 1e-300) * 1e-9)
+        shrinking = (vectors * kept) @ vectors.T
+        shrinking -= shrinking.mean(axis=1, keepdims=True)
+        expected = shrinking @ products + products.mean(axis=0)
+
+        generator = keyed_generator(0, "samples for the temperature")
+        # Sorted by a projection of their means: the order of learning must not decide on samples.
+        order = np.argsort(self.means @ generator.standard_normal(width))
+        labels = order[np.arange(SAMPLES) * count // SAMPLES]
+        scale = np.sqrt(generator.gamma(TAIL / 2, 2 / TAIL, (SAMPLES, 1)))
+        deviations = generator.standard_normal((SAMPLES, count)) @ factor.T / scale
+        return expected[labels] + deviations, labels
 
 
 def expected_temperature(
-    scores: Callable[[Array], Array],
-    means: Array,
-    counts: Array,
-    covariance: Array,
-    freedom: int,
-    default: float,
+    discriminant: Discriminant, scores: Callable[[Array], Array], default: float
 ) -> float:
     """Return the temperature that fits new images of classes with these statistics.
 
-    New images are sampled. Two things make them harder to classify than samples of the Gaussians
-    that the statistics describe:
+    Args:
+        discriminant: What the classifier computes of features.
+        scores: Computes the scores from it.
+        default: The temperature with one image of each class.
+    """
+    classes, freedom = len(discriminant.counts), discriminant.freedom
+    if classes < 2 or not freedom or discriminant.own <= 0:
+        return default
+    products, labels = discriminant.sample()
+    temperature = fit_temperature(scores(products), labels, default)
+    temperature *= (classes / TYPICAL_CLASSES) ** CLASSES_EXPONENT
+    temperature *= 1 + ONE_IMAGE * float((1 / discriminant.counts).mean())
+    weight = freedom / (freedom + PRIOR_IMAGES)
+    temperature = temperature**weight * default ** (1 - weight)
+    return min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
-    - The mean of a class is known from few images, and the classifier was fitted to this mean. The
-      expected mean is closer to that of all classes (empirical Bayes): of the variance of the means
-      in a direction, the part that sampling explains is removed.
-    - Real images are more often far from their class. Student's t distribution with two degrees of
-      freedom gives the right temperatures for drawings and photographs.
+
+def means_temperature(means: Array, counts: Array) -> float:
+    """Return the temperature of products of features of unit length with class means.
+
+    Nothing is known of the covariance within classes. Fitted to photographs.
 
     Args:
-        scores: Computes the scores of features, n x classes.
         means: Of the features of each class, classes x D.
-        counts: Images of each class; a class may have none.
-        covariance: Within classes, D x D.
-        freedom: Its degrees of freedom.
-        default: The temperature with fewer than two classes.
+        counts: Images of each class; there is at least one.
     """
-    rows, width = np.flatnonzero(counts > 0), len(covariance)
-    if len(rows) < 2:
-        return default
-    factor = np.linalg.cholesky(shrink_covariance(covariance, freedom))
-    generator = keyed_generator(0, "samples for the temperature")
-    # Sorted by a projection of their means: the order of learning must not decide on the samples.
-    direction = generator.standard_normal(width)
-    rows = rows[np.argsort(means[rows] @ direction)]
-    means = means[rows]
-    center = means.mean(axis=0)
-    white = (means - center) @ inverse_triangle(factor).T
-    left, values, right = np.linalg.svd(white, full_matrices=False)
-    # The noise of all means, shared by the directions in which they can differ.
-    noise = (1 / counts[rows]).mean() * width * (len(rows) - 1) / min(len(rows) - 1, width)
-    values = np.maximum(values, 1e-300)
-    expected = (left * np.maximum(values - noise / values, 0)) @ right
-    picked = np.arange(SAMPLES) * len(rows) // SAMPLES
-    deviations = generator.standard_normal((SAMPLES, width))
-    scale = np.sqrt(generator.standard_exponential((SAMPLES, 1)))
-    features = center + (expected[picked] + deviations / scale) @ factor.T
-    return fit_temperature(scores(features), rows[picked], default)
+    pairs = len(means) * (len(means) - 1)
+    products = np.square(means.sum(axis=0)).sum() - np.square(means).sum()
+    variance = max(0.1, 1 - float(products) / max(1, pairs))
+    return VARIANCE_SHARE * variance + SINGLE_IMAGE * float((1 / counts).mean())
 
 
 def fit_temperature(logits: Array, labels: Array, default: float) -> float:
@@ -103,7 +160,7 @@ def fit_temperature(logits: Array, labels: Array, default: float) -> float:
         each = most + np.log(np.exp(scaled - most[:, None]).sum(axis=1))
         return float(each.mean()) + weight * (point - prior) ** 2
 
-    while high - low > 1e-11:
+    while high - low > 1e-6:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, right) if loss(left) <= loss(right) else (left, high)
     return math.exp((low + high) / 2)

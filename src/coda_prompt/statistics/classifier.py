@@ -23,11 +23,18 @@ from numpy.typing import NDArray
 
 from coda_prompt.errors import CannotEdit, CorruptFile
 from coda_prompt.statistics.algebra import Array, Arrays, checked, inverse_factor, unit
+from coda_prompt.statistics.calibration import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Discriminant,
+    expected_temperature,
+    means_temperature,
+)
 from coda_prompt.statistics.features import FeatureMap
-from coda_prompt.statistics.moments import Moments, shrink_covariance
+from coda_prompt.statistics.moments import Moments, oracle_shrinkage, shrink_covariance
 from coda_prompt.statistics.ridge import add_blended, solve_ridge
 
-SOLVED = ("weight", "bias")
+SOLVED = ("weight", "bias", "temperature")
 """Arrays of a classifier that follow from the others."""
 
 
@@ -65,8 +72,6 @@ OPTIONS: Mapping[str, ClassifierOptions] = MappingProxyType(
         "ncm": ClassifierOptions("plain", "none"),
     }
 )
-TEMPERATURES = MappingProxyType({"none": 0.065, "shared": 1.0, "ridge": 0.1})
-"""By covariance: typical of the values fitted to probabilities."""
 ABSENT = MappingProxyType({"none": -1.0, "shared": -np.inf, "ridge": 0.0})
 """By covariance: the score of a class without images."""
 
@@ -89,6 +94,8 @@ class Classifier:
     """Classes x mapped features: scores are products with it."""
     bias: NDArray[np.float64]
     """Added to the scores of each class."""
+    temperature: float
+    """Divides the scores before they become probabilities."""
 
     @classmethod
     def empty(
@@ -105,17 +112,13 @@ class Classifier:
         mapping = FeatureMap(options.features, feature_width, width, options.seed, projection)
         second = options.covariance != "none"
         moments = Moments.empty(width, options.removable, second)
-        return cls(options, mapping, moments, np.zeros((0, width), np.float32), np.zeros(0))
+        weight, bias, temperature = _solve(moments, options)
+        return cls(options, mapping, moments, weight.astype(np.float32), bias, temperature)
 
     @property
     def classes(self) -> int:
         """Number of classes."""
         return len(self.bias)
-
-    @property
-    def default_temperature(self) -> float:
-        """The temperature of probabilities while there is nothing to fit it on."""
-        return TEMPERATURES[self.options.covariance]
 
     # -- prediction
 
@@ -180,16 +183,23 @@ class Classifier:
             CorruptFile: They contradict each other.
         """
         try:
-            weight, bias = _solve(moments, self.options)
+            weight, bias, temperature = _solve(moments, self.options)
         except LinAlgError as error:
             raise CorruptFile("The model", "its statistics contradict each other") from error
-        return replace(self, moments=moments, weight=weight.astype(np.float32), bias=bias)
+        return replace(
+            self,
+            moments=moments,
+            weight=weight.astype(np.float32),
+            bias=bias,
+            temperature=temperature,
+        )
 
     # -- storage
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays to store, with the weights: predicting solves nothing."""
-        return {**self.moments.arrays(), "weight": self.weight, "bias": self.bias}
+        arrays = {**self.moments.arrays(), "weight": self.weight, "bias": self.bias}
+        return {**arrays, "temperature": np.array([self.temperature])}
 
     @classmethod
     def of_arrays(
@@ -204,22 +214,37 @@ class Classifier:
         width, removable = empty.mapping.width, options.removable
         weight = checked(arrays, "weight", (classes, width), np.float32)
         bias = checked(arrays, "bias", (classes,), np.float64)
+        temperature = float(checked(arrays, "temperature", (1,), np.float64)[0])
+        if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            raise ValueError(f"'temperature' is {temperature}")
         sums = {name: array for name, array in arrays.items() if name not in SOLVED}
         moments = Moments.of_arrays(sums, width, removable, options.covariance != "none")
         if not moments.is_consistent(classes):
             raise ValueError(f"the arrays have {len(moments.counts)} classes, not {classes}")
-        return replace(empty, moments=moments, weight=weight, bias=bias)
+        return replace(empty, moments=moments, weight=weight, bias=bias, temperature=temperature)
 
 
-def _solve(moments: Moments, options: ClassifierOptions) -> tuple[Array, Array]:
-    """Return the weights, classes x features, and the bias of each class."""
-    means = moments.means()
-    bias = np.zeros(len(means))
+def _solve(moments: Moments, options: ClassifierOptions) -> tuple[Array, Array, float]:
+    """Return the weights, classes x features, the bias of each class, and the temperature."""
+    means, counts = moments.means(), moments.counts
+    bias, rows = np.zeros(len(means)), np.flatnonzero(counts)
+    if not len(rows):
+        return np.zeros_like(means), bias, 1.0
+    default = means_temperature(means[rows], counts[rows])
     if options.covariance == "none":
-        return unit(means), bias
+        return unit(means), bias, default
     if options.covariance == "ridge":
-        return solve_ridge(moments, options.ridge, balance=options.balance), bias
+        weight, temperature = solve_ridge(moments, options.ridge, balance=options.balance)
+        return weight, bias, temperature
     covariance, freedom = moments.covariance()
-    inverse = inverse_factor(shrink_covariance(covariance, freedom, options.shrinkage))
+    shrinkage = options.shrinkage or oracle_shrinkage(covariance, freedom)
+    inverse = inverse_factor(shrink_covariance(covariance, freedom, shrinkage))
     weight = (means @ inverse.T) @ inverse
-    return weight, -(weight * means).sum(axis=1) / 2
+    bias = -(weight * means).sum(axis=1) / 2
+    trace, width = float(np.vdot(inverse, inverse)), len(covariance)
+    ridge = shrinkage * float(np.trace(covariance)) / width
+    discriminant = Discriminant(
+        means[rows], weight[rows], counts[rows], freedom, 1 - shrinkage, ridge, trace
+    )
+    default *= trace / width
+    return weight, bias, expected_temperature(discriminant, lambda z: z + bias[rows], default)

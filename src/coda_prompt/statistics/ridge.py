@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coda_prompt.statistics.algebra import Array, inverse_factor
+from coda_prompt.statistics.calibration import Discriminant, expected_temperature
 from coda_prompt.statistics.features import FeatureMap
 from coda_prompt.statistics.moments import CHUNK_SIZE, LessonSums, Moments, squared_sums
 
@@ -21,13 +22,15 @@ MIN_RIDGE = 1e-6
 """Fraction of the trace below which float32 rounding of the Gram matrix outweighs the ridge."""
 MAX_OWN_SCORE, MIN_SIGNAL = 0.999, 0.05
 """Bounds of the score of a class's own mean, and of the share of it that is not noise."""
+DEFAULT_TEMPERATURE = 0.05
+"""Of probabilities, with one image of each class."""
 MAX_IMAGE_SHARE = 0.5
 """Maximum share of a row of a lesson's Gram matrix that may come from one image."""
 
 
 def solve_ridge(
     moments: Moments, ridge: float | Literal["relative"], *, balance: bool
-) -> NDArray[np.float64]:
+) -> tuple[NDArray[np.float64], float]:
     """Solve the regression.
 
     Args:
@@ -37,7 +40,7 @@ def solve_ridge(
         balance: Weight all classes equally, regardless of their number of images.
 
     Returns:
-        The weights, classes x projected.
+        The weights, classes x projected, and the temperature of probabilities.
 
     Raises:
         LinAlgError: The moments contradict each other.
@@ -45,7 +48,7 @@ def solve_ridge(
     counts, means, gram = moments.counts, moments.means(), moments.scatter()
     images, trace = int(counts.sum()), moments.mean_squares(gram)
     if not images or not trace > 0:
-        return np.zeros_like(means)
+        return np.zeros_like(means), DEFAULT_TEMPERATURE
     value = RELATIVE_RIDGE * trace / images if ridge == "relative" else ridge
     value = max(value, MIN_RIDGE * trace)
     targets, average = moments.sums, 1.0
@@ -61,10 +64,40 @@ def solve_ridge(
     gram.flat[:: len(gram) + 1] += value
     inverse = inverse_factor(gram)
     solved: NDArray[np.float64] = (targets @ inverse.T) @ inverse
-    if balance and ridge == "relative":
-        damping = value * float(np.vdot(inverse, inverse))
-        solved *= _compensation(counts, targets, solved, damping)[:, None]
-    return solved
+    if not balance or ridge != "relative":
+        return solved, DEFAULT_TEMPERATURE
+    spread = float(np.vdot(inverse, inverse))
+    factors = _compensation(counts, targets, solved, value * spread)
+    temperature = _temperature(moments, solved, factors, value, spread)
+    return solved * factors[:, None], temperature
+
+
+def _temperature(
+    moments: Moments, solved: Array, factors: Array, ridge: float, spread: float
+) -> float:
+    """Return the temperature of the probabilities of a balanced regression.
+
+    With P = (S + r I)^-1, where S is the scatter divided by the average number of images, the
+    weights A^-1 m are (I - Q) P m with Q = means A^-1 means^T (Woodbury).
+
+    Args:
+        moments: Of the random features.
+        solved: The means times A^-1, classes x projected.
+        factors: Multiply the scores of each class.
+        ridge: r.
+        spread: tr(A^-1).
+    """
+    rows = np.flatnonzero(moments.counts)
+    counts, means, solved = moments.counts[rows], moments.means()[rows], solved[rows]
+    remaining = np.eye(len(rows)) - solved @ means.T
+    weight = np.linalg.solve(remaining, solved)
+    freedom = int((counts - 1).sum())
+    trace = spread + float(np.vdot(weight, solved))
+    own = freedom / float(counts.mean())
+    discriminant = Discriminant(means, weight, counts, freedom, own, ridge, trace)
+    return expected_temperature(
+        discriminant, lambda products: products @ remaining.T * factors[rows], DEFAULT_TEMPERATURE
+    )
 
 
 def _compensation(counts: Array, means: Array, solved: Array, damping: float) -> Array:
