@@ -93,15 +93,13 @@ def test_the_exported_graph_runs_without_torch_and_agrees(
     session: tuple[Path, dict[str, str]],
 ) -> None:
     folder = session[0]
-    script = block("python", "onnxruntime")
-    assert len(script.strip().splitlines()) <= 15
-    (folder / "predict.py").write_text(
-        "import sys\nsys.modules['torch'] = None\nsys.modules['coda_prompt'] = None\n" + script
-    )
+    hidden = "import sys\nsys.modules['torch'] = sys.modules['coda_prompt'] = None\n"
+    script = block("python", "from predict import Model")
+    (folder / "use.py").write_text(hidden + script.replace('"photo.jpg"', "sys.argv[1]"))
     classifier = ContinualClassifier.load(folder / "my-model")
     for name in ("anvil", "cake", "dragon"):
         image = f"sketches/test/{name}/03.png"
-        command = [sys.executable, "predict.py", image]
+        command = [sys.executable, "use.py", image]
         shown = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE
         )
@@ -109,7 +107,7 @@ def test_the_exported_graph_runs_without_torch_and_agrees(
         label, chance = shown.stdout.strip().rsplit(" ", 1)
         own = classifier.predict_proba([folder / image])[0]
         assert label == classifier.classes_[own.argmax()]
-        assert float(chance) == pytest.approx(own.max(), abs=1e-4)
+        assert float(chance) == pytest.approx(own.max(), abs=1e-3)
 
 
 def test_predictions_through_pipes(session: tuple[Path, dict[str, str]]) -> None:

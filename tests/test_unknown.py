@@ -301,22 +301,3 @@ def test_forgetting_in_a_removable_model_leaves_no_sums_of_the_class() -> None:
     mine, other = whole.class_moments(), never.class_moments()
     assert torch.allclose(mine.covariance()[0], other.covariance()[0], atol=1e-4)
     assert torch.allclose(mine.means(), other.means())
-
-
-def test_exported_graph_gives_the_same_typicality(
-    classifier: ContinualClassifier, tmp_path: Path
-) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    classifier.export_onnx(tmp_path / "model.onnx")
-    images = list(drawings(range(4), 2, test=True)[0]) + list(other_drawings(8))
-    opened = [Image.fromarray(each) for each in images]
-    views = [classifier.predictor.view(lambda side, each=each: each) for each in opened]  # type: ignore[misc]
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    probabilities, shares = session.run(None, {"images": torch.stack(views).numpy()})
-    assert [each.name for each in session.get_outputs()] == ["probabilities", "typicality"]
-    expected = classifier.predictions(np.stack(images), unknown="auto")
-    assert np.allclose(shares, [each.typicality for each in expected], atol=1e-3)
-    assert np.allclose(
-        probabilities.max(axis=1), [each.probability for each in expected], atol=1e-4
-    )

@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
-import sys
-import tempfile
 import zipfile
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
 
+from coda_prompt.errors import MissingExtra
 from coda_prompt.learner import held_out
+from coda_prompt.learner.export import onnx_graph
 from coda_prompt.learner.folder import MODEL, copies
 from coda_prompt.learner.folder import Version as FileVersion
 from coda_prompt.serve import schemas
 from coda_prompt.serve.editing import CurrentService
-from coda_prompt.serve.learning_process import MAX_REASON_LENGTH
-from coda_prompt.serve.service import Service, Version
+from coda_prompt.serve.service import Version
 from coda_prompt.serve.uploads import RequestError
 
-EXPORT_TIMEOUT = 900.0
-"""Seconds after which an export to ONNX gets status 504."""
 FOLDER = "model"
 """Name of the folder in the zip file."""
 
@@ -67,7 +63,10 @@ async def model_onnx(service: CurrentService) -> Response:
     async with service.exporting:
         version = await service.after_edits()
         version.model  # noqa: B018 (refuses a model without classes)
-        content = await _export(service, version)
+        try:
+            content = await asyncio.to_thread(onnx_graph, version.classifier.model)
+        except MissingExtra as error:
+            raise RequestError(503, str(error)) from error
     return _attachment(content, "application/octet-stream", f"model-{version.name}.onnx")
 
 
@@ -85,31 +84,3 @@ def _zip(version: Version) -> bytes:
         for name, content in _files(version).items():
             archive.writestr(f"{FOLDER}/{name}", content)
     return buffer.getvalue()
-
-
-async def _export(service: Service, version: Version) -> bytes:
-    """Run `coda export` in a process of its own: tracing a network disturbs predictions."""
-    with tempfile.TemporaryDirectory(prefix="coda-export-") as temporary:
-        folder, out = Path(temporary) / FOLDER, Path(temporary) / "model.onnx"
-        folder.mkdir()
-        for name, content in (await asyncio.to_thread(_files, version)).items():
-            (folder / name).write_bytes(content)
-        parts = [] if service.backbone is None else ["--backbone", service.backbone]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "coda_prompt", "export", str(folder), str(out), *parts,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            _, errors = await asyncio.wait_for(process.communicate(), EXPORT_TIMEOUT)
-        except asyncio.TimeoutError:
-            detail = f"The export took more than {EXPORT_TIMEOUT:g} seconds."
-            raise RequestError(504, detail) from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode:
-            reason = errors.decode("utf-8", "replace")[-MAX_REASON_LENGTH:].strip()
-            raise RequestError(503, f"The export failed. {reason}")
-        return out.read_bytes()

@@ -102,7 +102,7 @@ for (const kind of ["zip", "onnx"]) {
   const button = element(`download-${kind}`);
   button.onclick = showErrors(async () => {
     button.disabled = true;
-    element("download-hint").textContent = kind === "onnx" ? "Exporting… this takes some seconds." : "";
+    element("download-hint").textContent = kind === "onnx" ? "Exporting…" : "";
     try {
       const response = await call(`model.${kind}`); // not a link, which could not send the token
       const name = /filename="(.+)"/.exec(response.headers.get("Content-Disposition"))[1];
