@@ -10,28 +10,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from drawings import NAMES, SOURCE, drawings
+from drawings import NAMES, SOURCE, arrays, drawings
 from PIL import Image
 from small import coda
 
 from coda_prompt import ContinualClassifier
 from coda_prompt.errors import CannotEdit, CorruptFile
-from coda_prompt.learner import store
-from coda_prompt.learner.duplicates import BITS, MAX_DIFFERENT_BITS, PREFIX, image_hash
+from coda_prompt.learner.folder import MODEL
+from coda_prompt.learner.hashes import BITS, MAX_DIFFERENT_BITS, image_hash
+from coda_prompt.storage.tensors import read_tensors, write_tensors
 
 COUNT = 12
 
 
 def taught_with_hashes(*lessons: list[int]) -> ContinualClassifier:
-    classifier = ContinualClassifier("pocket", width=256, verbose=False)
+    classifier = ContinualClassifier("pocket", "ncm", verbose=False)
     for rows in lessons:
         classifier.learn(*drawings(rows, COUNT), find_duplicates=True)
     return classifier
 
 
 def classes_of_hashes(classifier: ContinualClassifier) -> dict[str, int]:
-    rows = classifier.network.hashes.rows.frozen.tolist()
+    rows = arrays(classifier)["duplicates.rows"].tolist()
     return {name: rows.count(row) for row, name in enumerate(classifier.classes_)}
 
 
@@ -72,10 +72,10 @@ def test_images_of_earlier_lessons_are_named() -> None:
 
 
 def test_without_the_option_nothing_is_stored_or_compared() -> None:
-    classifier = ContinualClassifier("pocket", width=256, verbose=False)
+    classifier = ContinualClassifier("pocket", "ncm", verbose=False)
     classifier.learn(*drawings([0, 1], COUNT))
     assert not repeated(classifier, *drawings([0], COUNT))
-    assert not any(name.startswith(PREFIX) for name in classifier._model().tensors)
+    assert not any("duplicates" in name for name in arrays(classifier))
     classifier.learn(*drawings([2], COUNT), find_duplicates=True)
     classifier.learn(*drawings([3], COUNT), find_duplicates=False)
     assert classes_of_hashes(classifier)[NAMES[2]] == COUNT
@@ -121,18 +121,19 @@ def test_merged_models_have_the_hashes_of_both() -> None:
     assert f"(as '{NAMES[2]}')" in hint
 
 
-def test_hashes_that_do_not_fit_are_refused() -> None:
-    model = taught_with_hashes([0, 1])._model()
-    for name, tensor in (
-        ("rows.frozen", torch.full((2 * COUNT,), 2)),
-        ("rows.frozen", torch.zeros(3, dtype=torch.int64)),
-        ("hashes.frozen", torch.zeros(2 * COUNT, 3, dtype=torch.uint8)),
-        ("hashes.frozen", torch.zeros(2 * COUNT, 15)),
+def test_hashes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    taught_with_hashes([0, 1]).save(tmp_path)
+    file = read_tensors(tmp_path / MODEL)
+    for name, array in (
+        ("rows", np.full(2 * COUNT, 2)),
+        ("rows", np.zeros(3, np.int64)),
+        ("hashes", np.zeros((2 * COUNT, 3), np.uint8)),
+        ("hashes", np.zeros((2 * COUNT, 15))),
     ):
-        damaged = store.Model(model.description, {**model.tensors, PREFIX + name: tensor})
-        classifier = ContinualClassifier("pocket", width=256, verbose=False)
-        with pytest.raises(CorruptFile, match="hashes"):
-            classifier.network.set_state(damaged, "model")
+        forged = {**file.tensors, f"duplicates.{name}": array}
+        write_tensors(tmp_path / MODEL, forged, file.description or {})
+        with pytest.raises(CorruptFile, match="arrays do not fit"):
+            ContinualClassifier.load(tmp_path)
 
 
 def test_the_command_names_images_that_were_learned_before(
