@@ -229,7 +229,7 @@ def test_probabilities_of_small_lessons_are_neither_certain_nor_flat(method: str
     for rows in ([0, 1, 2], [3, 4, 5]):
         classifier.learn(*drawings(rows, count=10))
     images, names = drawings(range(6), test=True)
-    assert 0.4 < np.median(classifier.predict_proba(images).max(axis=1)) < 0.99
+    assert 0.4 < np.median(classifier.predict_proba(images).max(axis=1)) < 0.995
     assert classifier.evaluate(images, names).calibration_error < 0.2
 
 
