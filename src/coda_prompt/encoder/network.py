@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,13 @@ class Network:
         self.description, self.folder, self._is_safe = description, folder, checked
         self._lock = threading.Lock()
         self._sessions: dict[str, InferenceSession] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out sessions, which are created again: a classifier can be copied and pickled."""
+        return {**vars(self), "_lock": None, "_sessions": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def view(self, image: Image.Image) -> Values:
         """Return the preprocessed pixels of an image, channels x size x size."""
