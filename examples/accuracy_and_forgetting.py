@@ -35,8 +35,8 @@ for axis, (method, result) in zip(axes, sorted(results.items()), strict=True):
     axis.set(title=method, xlabel="task tested", ylabel="after task")
 
 # %% [markdown]
-# Each column shows how the accuracy on one task falls as others are learned. `coda_prompt.research.bench.metrics` implements the
-# published definitions of accuracy and forgetting.
+# Each column shows how the accuracy on one task falls as others are learned. `coda_prompt.research.bench.metrics`
+# implements the published definitions of accuracy and forgetting.
 
 # %%
 from coda_prompt.research.bench import metrics

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Compare methods on your own images
 #
-# Three methods that need no training learn four lessons of five classes each. Accuracy is over all classes learned so
-# far.
+# The three methods of `coda learn` that need no training learn four lessons of five classes each. Accuracy is over all
+# classes learned so far.
 
 # %%
 import tempfile

@@ -13,7 +13,7 @@ from coda_prompt import ContinualClassifier
 
 work = Path(tempfile.mkdtemp())
 data = write_sketches(work / "data", ["anvil", "fish", "cow", "cake", "octopus"])
-classifier = ContinualClassifier(verbose=False, options={"removable": True})
+classifier = ContinualClassifier(removable=True, verbose=False)
 classifier.learn(data / "train")
 classifier.save(work / "model")
 classifier.classes_

@@ -4,12 +4,11 @@
 # A method is a class in a file. This one classifies by the nearest class *median* of frozen features.
 
 # %%
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
-
-from sketches import NAMES, write_sketches
-
-from coda_prompt import ContinualClassifier
 
 work = Path(tempfile.mkdtemp())
 (work / "mine.py").write_text('''
@@ -43,14 +42,19 @@ class NearestMedian(ClosedForm):
 ''')
 
 # %% [markdown]
-# Use it wherever a name of a method is accepted: here, on the command line and in benchmarks.
+# Name it in a benchmark, beside methods of the package. This one has five tasks of sketches, twenty images of a class.
 
 # %%
-data = write_sketches(work / "data", list(NAMES[:10]))
-for method in (f"{work}/mine.py:NearestMedian", "ncm", "ranpac"):
-    classifier = ContinualClassifier("pocket", method, verbose=False)
-    classifier.learn(data / "train")
-    print(f"{method.rpartition(':')[2]:14} {classifier.score(data / 'test'):.1%}")
+methods = f"{work}/mine.py:NearestMedian,ncm,ranpac"
+command = ["bench", "pocket", "--methods", methods, "--trials", "1", "--json"]
+small = ["--set", "stream.train_images=20", "--set", "stream.test_images=5"]
+subprocess.run(
+    [sys.executable, "-m", "coda_prompt", *command, *small, "--out", str(work / "runs")],
+    check=True, capture_output=True,
+)  # fmt: skip
+for path in sorted((work / "runs").rglob("result.json")):
+    final = json.loads(path.read_text())["matrix"][-1]
+    print(f"{path.parts[-3]:24} {sum(final) / len(final):.1%}")
 
 # %% [markdown]
 # A method that trains derives from `PromptMethod` or `TrainedMethod`. The guide *Add a method* describes the contract.
