@@ -91,7 +91,8 @@ def _options() -> str:
     text = (
         "# Options of methods and training\n\n"
         "Set them with `--set methods.NAME.options.FIELD=VALUE` and `--set training.FIELD=VALUE` "
-        "in `coda bench`, or as keyword arguments of `ContinualClassifier`. There are "
+        "in `coda bench`. Methods of `coda learn` have the parameters of "
+        "[`ContinualClassifier`](python/classifier.md). There are "
         f"{len(METHODS)} methods.\n\n## Training\n\n"
     )
     meanings = option_meanings(Training)

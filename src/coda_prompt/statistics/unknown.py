@@ -1,7 +1,6 @@
 """Unknown images: what is learned about the scores of images of known classes.
 
-The score of an image needs only counts, sums and second moments of features that no norm has made
-equally long (class tokens before the final norm).
+The score of an image needs only counts, sums and second moments of features.
 
 A threshold fitted in one lesson must stay right when later lessons change the statistics, and
 images of earlier lessons are gone by then. Scores are therefore standardised by the scores of
