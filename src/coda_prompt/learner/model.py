@@ -337,9 +337,9 @@ def _checked_trained(
     if not arrays:
         return arrays
     components, keys, attention = (arrays[f"{name}.frozen"] for name in PROMPT_NAMES)
-    blocks, count, _, width = components.shape
-    if not blocks or width != encoder.width:
-        raise ValueError("the prompts are of another width")
+    blocks, count, length, width = components.shape
+    if not count or (blocks, length, width) != encoder.prompt_shape:
+        raise ValueError("the prompts do not fit the encoder")
     if keys.shape != (blocks, count, width) or attention.shape != keys.shape:
         raise ValueError("there is not one key for each component")
     own = {f"{name}.frozen" for name in PROMPT_NAMES}
@@ -367,11 +367,8 @@ def check_values(arrays: Arrays, path: object) -> None:
     Raises:
         CorruptFile: There are NaN, infinite, huge or, among counts, negative ones.
     """
-    for name, array in arrays.items():
+    for array in arrays.values():
         low, high = (array.min().item(), array.max().item()) if array.size else (0, 0)
         least, most = (-MAX_SUM, MAX_SUM) if array.dtype.kind == "f" else (0, MAX_COUNT)
-        # A class without images is never predicted: its bias is minus infinity.
-        if name == "classifier.bias" and low == -np.inf:
-            low = 0
         if not (low >= least and high <= most):  # also if one of them is NaN
             raise CorruptFile(path, "it has invalid values: NaN, inf, huge or negative ones")
