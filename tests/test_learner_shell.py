@@ -150,7 +150,7 @@ def test_results_as_json(session: tuple[Path, dict[str, str]]) -> None:
         (("predict", "my-model", "nowhere.png"), "no such file"),
         (("learn", "my-model", "sketches/task-1", "--method", "coda-p"), "was made with"),
         (("learn", "my-model", "sketches/task-1", "--backbone", "deit-tiny"), "was made with"),
-        (("learn", "other", "sketches/task-1", "--method", "er-5000"), "keeps none"),
+        (("learn", "other", "sketches/task-1", "--method", "er-5000"), "is not one of"),
         (("learn", "other", "nowhere"), "no such folder"),
         (("evaluate", "my-model", "sketches"), "Name the folder with the classes"),
         (("undo", "sketches"), "Use a folder that 'coda learn' created"),

@@ -165,11 +165,21 @@ def read_lesson(model: LearnedModel, images: Labelled, options: LessonOptions) -
     asked = options.find_duplicates
     hashing = bool(len(model.hashes)) if asked is None else asked
     read = read_images(model.encoder, model.prompts, images, options, hashing=hashing)
-    images = images.selected(read.positions)
+    images = _with_remarks(images.selected(read.positions), images.names)
     names = list(dict.fromkeys((*model.classes, *images.names)))
     rows = np.array([names.index(name) for name in images.names])[images.split.labels]
     held_out = hold_out(rows, names, options.validation, model.options.seed)
     return Taught(images, read, names, rows, held_out)
+
+
+def _with_remarks(images: Labelled, named: Sequence[str]) -> Labelled:
+    """Say which of the named classes have no image left."""
+    remarks = [
+        f"class '{name}' has no image that can be read: left out"
+        for name in named
+        if name not in images.names
+    ]
+    return replace(images, remarks=(*images.remarks, *remarks))
 
 
 def lesson_hints(model: LearnedModel, taught: Taught) -> list[str]:
