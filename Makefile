@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo serve lint types test test-slow bench bench-tables docs package clean
+.PHONY: install demo serve lint types test test-slow bench bench-tables docs package encoders clean
 
 install: $(VENV)/.installed
 
@@ -65,6 +65,10 @@ bench-tables: install
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/tasks.py
 	$(BIN)/python benchmarks/classifier.py --out benchmarks/classifier.json
+
+# The graphs of pocket and photo-vit in src/coda_prompt/assets, from their weights; a minute.
+encoders: install
+	$(BIN)/python tools/make_encoders.py
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -137,7 +137,7 @@ def test_auto_takes_photo_for_photographs_and_the_model_records_it(tmp_path: Pat
 
 
 def test_photo_runs_at_other_multiples_of_14() -> None:
-    plain, large = load_backbone("photo"), load_backbone("photo@168")
+    plain, large = load_backbone("photo-vit"), load_backbone("photo-vit@168")
     assert (plain.preprocessing.size, large.preprocessing.size) == (112, 168)
     image = torch.rand(1, 3, 168, 168, generator=torch.Generator().manual_seed(0))
     small = torch.nn.functional.interpolate(image, 112, mode="area")
@@ -145,16 +145,16 @@ def test_photo_runs_at_other_multiples_of_14() -> None:
     assert torch.cosine_similarity(*features).item() > 0.5
 
 
-@pytest.mark.parametrize("name", ["photo", "pocket"])
+@pytest.mark.parametrize("name", ["photo-vit", "pocket"])
 def test_known_fingerprints_are_those_of_the_embedded_weights(name: str) -> None:
     backbone = load_backbone(name)
     assert vars(backbone)["fingerprint"] == backbone.vit.fingerprint()  # known without hashing
 
 
 def test_fingerprint_depends_on_the_image_size() -> None:
-    resized = load_backbone("photo@84")
+    resized = load_backbone("photo-vit@84")
     assert "fingerprint" not in vars(resized)
-    assert resized.fingerprint != load_backbone("photo").fingerprint
+    assert resized.fingerprint != load_backbone("photo-vit").fingerprint
 
 
 def test_mixed_folder_takes_the_majority_with_a_warning(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Write the graphs of the ViTs in this package: src/coda_prompt/assets/NAME.onnx, .json, .weights.
 
-python tools/make_encoders.py [NAME ...]    (two minutes)
+python tools/make_encoders.py [NAME ...]    (or: make encoders)
 """
 
 from __future__ import annotations

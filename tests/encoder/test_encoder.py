@@ -190,3 +190,13 @@ def test_threads_are_limited_by_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert usable_cores() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert usable_cores() >= 1
+
+
+def test_photo_has_the_features_of_both_networks_side_by_side() -> None:
+    both, vit, cnn = (load_encoder(name) for name in ("photo", "photo-vit", "photo-lite"))
+    assert (both.width, both.prompt_shape) == (vit.width + cnn.width, None)
+    assert len({each.fingerprint for each in (both, vit, cnn)}) == 3
+    for image in IMAGES["photo-vit"][:2]:
+        parts = [each.encode(image).features for each in (vit, cnn)]
+        expected = np.concatenate(parts) / 2**0.5
+        assert np.allclose(both.encode(image).features, expected, atol=1e-6)

@@ -175,7 +175,7 @@ def load_backbone(
         WeightsMismatch: A file does not have the tensors of the named backbone.
 
     Example:
-        >>> backbone = load_backbone("photo@224")
+        >>> backbone = load_backbone("photo-vit@224")
         >>> features = backbone.vit.features(images)
     """
     backbone, size, local = encoders.parse_name(text, CATALOG)
