@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from coda_prompt.learner.versions import History
 from drawings import NAMES, drawings
 from PIL import Image
 from safetensors.torch import save_file
@@ -21,7 +22,6 @@ from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
 from coda_prompt.images.kinds import is_drawing
 from coda_prompt.images.preprocessing import Preprocessing
 from coda_prompt.learner import store
-from coda_prompt.learner.versions import History
 from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.research.vit.catalog import CATALOG, load_backbone, write_weights
 from coda_prompt.research.vit.vit import ViT
