@@ -65,7 +65,7 @@ from coda_prompt.storage.files import write_atomically
 VITS = {
     "ViT-B/16": ViTConfig(),
     "ViT-S/16": ViTConfig(width=384, heads=6, mlp_width=1536),
-    "ViT-S/14, 112 px": load_backbone("photo").vit.config,
+    "ViT-S/14, 112 px": load_backbone("photo-vit").vit.config,
     "pocket": load_backbone("pocket").vit.config,
 }
 TRAINED = (

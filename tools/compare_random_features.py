@@ -94,7 +94,7 @@ def photographs(folder: Path, count: int, seed: int) -> list[tuple[Tensor, Tenso
     """Compute tokens of `count` training photographs of each class, and of 20 to test on."""
     images = np.load(folder / "cifar-train.npy", mmap_mode="r")
     labels = np.load(folder / "cifar-train-labels.npy")
-    generator, backbone = np.random.default_rng(seed), load_backbone("photo@84")
+    generator, backbone = np.random.default_rng(seed), load_backbone("photo-vit@84")
     chosen = [generator.permutation(np.flatnonzero(labels == row)) for row in range(100)]
     groups = [
         np.concatenate([rows[first:last] for rows in chosen])
