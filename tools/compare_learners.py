@@ -27,13 +27,9 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 CANDIDATES: dict[str, dict[str, Any]] = {
     "ncm": {"method": "ncm"},
     "coda-p": {"method": "coda-p"},
-    "coda-p, imprinted head": {"method": "coda-p", "head_init": "imprint"},
     "ranpac": {"method": "ranpac"},
     "coda-p-ranpac": {"method": "coda-p-ranpac"},
     "slda": {"method": "slda"},
-    "deep-ranpac": {"method": "deep-ranpac"},
-    "token-ranpac": {"method": "token-ranpac"},
-    "coda-p-deep-ranpac": {"method": "coda-p-deep-ranpac"},
 }
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -70,7 +66,7 @@ def fashion() -> Data:
 
 
 def photographs(folder: Path) -> Data:
-    """Load CIFAR-100, of which the `photo` backbone has seen no image."""
+    """Load CIFAR-100, of which `photo` has seen no image."""
     parts: list[Any] = []
     for part in ("train", "test"):
         parts.append(np.load(folder / f"cifar-{part}.npy", mmap_mode="r"))
@@ -111,14 +107,7 @@ def accuracy(
     return classifier.score(test_images[tested], test_labels[tested])
 
 
-FEW_CANDIDATES: dict[str, dict[str, Any]] = {
-    "ncm": {"method": "ncm"},
-    "ranpac, as published": {"method": "ranpac", "balance": False},
-    "ranpac": {"method": "ranpac"},
-    "slda": {"method": "slda"},
-    "deep-ranpac": {"method": "deep-ranpac"},
-    "token-ranpac": {"method": "token-ranpac"},
-}
+FEW_CANDIDATES = ("ncm", "ranpac", "slda")
 FEW = (3, 5, 10, 20)
 
 
@@ -127,12 +116,12 @@ def compare_few_shot(seeds: int) -> None:
     images, labels, test_images, test_labels = pocket()
     print("| method | " + " | ".join(f"{count} drawings" for count in FEW) + " |")
     print("|---" * (len(FEW) + 1) + "|")
-    for name, options in FEW_CANDIDATES.items():
+    for name in FEW_CANDIDATES:
         accuracies: dict[int, list[tuple[float, float]]] = {count: [] for count in FEW}
         for seed in range(seeds):
             order = np.random.default_rng(seed).permutation(np.unique(labels))[:42]
             old, new = np.isin(labels, order[:40]), order[40:]
-            classifier = ContinualClassifier(seed=seed, **options)
+            classifier = ContinualClassifier(method=name, seed=seed)
             classifier.learn(images[old], labels[old], validation=0)
             for count in FEW:
                 chosen = [p for row in new for p in np.flatnonzero(labels == row)[:count]]
