@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from fastapi import FastAPI
 
 from coda_prompt import __version__
-from coda_prompt.learner import store
+from coda_prompt.learner import records
 from coda_prompt.research.methods.options import option_meanings
 from coda_prompt.serve import app, schemas
 
@@ -48,10 +48,12 @@ tensors: for each tensor in the order of their names its name, its torch type, i
 Python tuple, and its bytes. A reader must refuse a file whose hash does not match. Equal content
 gives equal bytes.
 
-Tensors are those of `Method.learned_state()`: float statistics and parameters, integer sizes of
-tasks. Their names belong to the method (`coda methods NAME`); no tensor belongs to the backbone,
-which is named by its fingerprint. Nothing in a model folder is executed, and no field is a path
-that a reader follows, except the backbone's own path, which the fingerprint checks.
+Tensors: `unknown.*` are counts, sums and second moments of the features of all classes, and the
+histogram of scores that tells unknown images; `classifier.*` what scores classes, and its own sums
+where they differ from these; `trained.*` prompts and the head of methods that train them;
+`duplicates.*` hashes of images, if they were asked for. No tensor belongs to the backbone, which is
+named by its fingerprint. Nothing in a model folder is executed, and no field is a path that a
+reader follows.
 
 Current format: {format}.
 """
@@ -154,19 +156,20 @@ def _meaning(parameter: Mapping[str, Any]) -> str:
 def _annotation(annotation: Any) -> str:
     """Return a type as it is written in the code, without module names."""
     text = inspect.formatannotation(annotation)
-    text = text.replace(f"{store.__name__}.", "").replace("typing.", "").replace(" | ", " or ")
+    text = text.replace(f"{records.__name__}.", "").replace("typing.", "").replace(" | ", " or ")
     return re.sub(r"^Optional\[(.*)\]$", r"\1 or None", text)
 
 
 def model_format_page() -> str:
     """Return the page of the model file format."""
-    text = MODEL_FORMAT.format(format=store.FORMAT)
+    text = MODEL_FORMAT.format(format=records.FORMAT)
     for record in (
-        store.Description,
-        store.BackboneRecord,
-        store.TaskRecord,
-        store.WatchedAccuracy,
-        store.EditRecord,
+        records.Description,
+        records.Options,
+        records.BackboneRecord,
+        records.TaskRecord,
+        records.WatchedAccuracy,
+        records.EditRecord,
     ):
         meanings, types = option_meanings(record), get_type_hints(record)  # without limits
         rows = [
