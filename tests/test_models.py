@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,7 @@ from coda_prompt.errors import (
     CodaError,
     CorruptFile,
     FolderBusy,
+    Interrupted,
     MissingData,
     ModelChanged,
     NothingToUndo,
@@ -529,3 +533,64 @@ def test_the_path_of_a_backbone_is_recorded_and_has_to_be_named_again(
         ContinualClassifier.load(tmp_path / "model")
     named = ContinualClassifier.load(tmp_path / "model", backbone="../weights.safetensors")
     assert named.classes_ == classifier.classes_
+
+
+@pytest.mark.parametrize("method", ["coda-p", "coda-p-ranpac"])
+def test_models_with_prompts_predict_and_are_edited_without_torch(
+    method: str, tmp_path: Path
+) -> None:
+    taught(range(3), method=method, epochs=1).save(tmp_path)
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np\n"
+        "from coda_prompt import ContinualClassifier\n"
+        "from coda_prompt.errors import MissingExtra\n"
+        "classifier = ContinualClassifier.load(sys.argv[1], verbose=False)\n"
+        "images = np.zeros((6, 28, 28), np.uint8)\n"
+        "assert classifier.predict_proba(images).shape == (6, 3)\n"
+        "classifier.rename(classifier.classes_[0], 'renamed')\n"
+        "try:\n"
+        "    classifier.learn(images, 'black')\n"
+        "except MissingExtra as error:\n"
+        "    print(error)\n"
+        "print(classifier.classes_[-1])\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    if method == "coda-p":  # trains prompts in every lesson
+        assert "pip install 'coda-prompt[research]'" in done.stdout
+        assert done.stdout.endswith(f"{NAMES[2]}\n")
+    else:
+        assert done.stdout == "black\n"
+
+
+@pytest.mark.parametrize("method", ["coda-p", "coda-p-ranpac"])
+def test_an_interrupted_training_resumes(method: str, tmp_path: Path) -> None:
+    images, labels = drawings(range(2), 10)
+    whole = ContinualClassifier("pocket", method, epochs=3, batch_size=4, verbose=False)
+    whole.learn(images, labels)
+    again = ContinualClassifier("pocket", method, epochs=3, batch_size=4, verbose=False)
+
+    progress = tmp_path / "progress"
+    for poll in (23, 24):  # after the images have been read
+        polls = itertools.count()
+        with pytest.raises(Interrupted):
+            again.learn(
+                images,
+                labels,
+                progress=progress,
+                stop=lambda at=poll, polls=polls: next(polls) == at,  # type: ignore[misc]
+            )
+    assert again.classes_ == []
+    trained: list[int] = []
+
+    def record(event: Progress) -> None:
+        if "learning" in event.stage:
+            trained.append(event.done)
+
+    again.learn(images, labels, progress=progress, on_progress=record)
+    assert min(trained) > 1, "the first steps are not repeated"
+    assert_same(again, whole)
+    again.save(tmp_path / "model")
+    assert not (tmp_path / "progress").exists()
