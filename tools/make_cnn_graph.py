@@ -53,6 +53,8 @@ EPSILON = 1e-3
 """Of batch norm."""
 CALIBRATED = 150
 """Photographs that set the ranges of activations."""
+SMALL = {"below": 64, "weight": 0.5}
+"""What the features weigh beside another network's for images whose shorter side is below."""
 FEATURES = 512
 """Principal directions of the pooled features that are returned, if there are photographs."""
 
@@ -240,7 +242,7 @@ def main() -> None:
     weights = hashlib.sha256(content).hexdigest()
     pixels = {"size": size, "channels": 3, "mean": MEAN, "std": STD, "interpolation": "bicubic"}
     width = model.graph.output[0].type.tensor_type.shape.dim[1].dim_value
-    identity = json.dumps([weights, pixels, precision, width])
+    identity = json.dumps([weights, pixels, precision, width, SMALL])
     description = {
         "format": 1,
         "name": "photo-lite",
@@ -256,6 +258,7 @@ def main() -> None:
                 "pixels": {**pixels, "resize": "crop"},
                 "features": "features",
                 "width": width,
+                "small": SMALL,
             }
         ],
     }

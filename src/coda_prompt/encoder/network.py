@@ -109,7 +109,8 @@ def _open(path: Path, precision: str) -> InferenceSession:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = False  # less memory, and as fast (docs/lab/encoders.md)
+    # Less memory, and as fast (docs/lab/encoders-in-8-bits.md).
+    options.enable_cpu_mem_arena = False
     options.log_severity_level = 4
     providers = ["CPUExecutionProvider"]
     if precision == "float32":
