@@ -23,12 +23,13 @@ LAYERS = [
     {"errors", "seeding", "storage", "console", "shutdown"},
     {"images"},
     {"encoder", "statistics"},
-    {"research.seeding", "research.vit", "research.streams"},
+    {"research.seeding", "research.tensors", "research.vit", "research.streams"},
+    {"learner"},
+    {"serve"},
     {"research.methods"},
     {"research.export"},
     {"research.training"},
-    {"learner"},
-    {"research.bench", "serve"},
+    {"research.lessons", "research.bench"},
     {"cli"},
     {"__main__"},
 ]
@@ -80,7 +81,11 @@ def test_every_package_has_a_layer() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    pairs = imports()
+    pairs = [
+        (source, target)
+        for source, target in imports()
+        if source.startswith("research") or not target.startswith("research")
+    ]  # of the research floor from below: the next test
     assert len(pairs) > 20
     wrong = [
         (source, target)
@@ -92,6 +97,74 @@ def test_imports_point_one_way() -> None:
     ]
     bottom = [(s, t) for s, t in pairs if LEVEL[s] == 0 and LEVEL[t] > 0]
     assert wrong + bottom == []
+
+
+LAZY = {
+    "learner/lesson.py": {"coda_prompt.research.lessons"},
+    "encoder/made.py": {"coda_prompt.research.export"},
+    **{f"cli/{name}.py": {"coda_prompt.research"} for name in ("bench", "catalog", "options")},
+}
+"""Modules of the classifier that may import the research floor, inside functions: to train prompts,
+to make an encoder of other weights, and for commands of the floor itself."""
+
+
+def test_the_classifier_imports_neither_torch_nor_research() -> None:
+    """Functions included; `learn` and the commands of the research floor load it when they run."""
+    floor = [path for path in ROOT.rglob("*.py") if "research" not in path.relative_to(ROOT).parts]
+    assert len(floor) > 60
+    for path in floor:
+        tree = ast.parse(path.read_text("utf-8"))
+        typing = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        typing = [node for node in typing if ast.unparse(node.test) == "TYPE_CHECKING"]
+        skipped = {id(each) for node in typing for each in ast.walk(node)}
+        for node in (each for each in ast.walk(tree) if id(each) not in skipped):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            allowed = LAZY.get(path.relative_to(ROOT).as_posix(), set())
+            for name in names:
+                assert name.split(".")[0] not in {"torch", "lightning", "lightning_fabric"}, path
+                research = name.startswith("coda_prompt.research")
+                assert not research or name.startswith(tuple(allowed)), f"{path}: {name}"
+                assert not research or node not in tree.body, f"{path}: {name} at the top"
+
+
+WITHOUT_TORCH = """
+import sys
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "lightning_fabric", "lightning", "matplotlib"):
+            raise ModuleNotFoundError(f"{name} is not installed", name=name)
+sys.meta_path.insert(0, Refused())
+from coda_prompt.cli import app
+for command in COMMANDS:
+    try:
+        app(command)
+    except SystemExit as ended:
+        assert not ended.code, (command, ended.code)
+print(ContinualClassifier.load(sys.argv[1]).classes_)
+"""
+
+
+def test_the_classifier_runs_without_torch(drawing_folders: Path, tmp_path: Path) -> None:
+    model, test = str(tmp_path / "model"), drawing_folders / "test"
+    name = sorted(path.name for path in (drawing_folders / "task-1").iterdir())[0]
+    commands = [
+        ["learn", model, str(drawing_folders / "task-1")],
+        ["learn", model, str(drawing_folders / "task-2"), "--find-duplicates"],
+        ["predict", model, str(test), "--unknown", "auto", "--json"],
+        ["evaluate", model, str(test), "--skip-bad", "--json"],
+        *(["rename", model, name, "zero"], ["forget", model, "zero", "--yes"], ["undo", model]),
+        *(["redo", model], ["history", model], ["info", model], ["learn", "--help"]),
+    ]
+    program = WITHOUT_TORCH.replace("COMMANDS", repr(commands)).replace(
+        "from coda_prompt.cli import app",
+        "from coda_prompt import ContinualClassifier\nfrom coda_prompt.cli import app",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, model], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert name not in done.stdout.splitlines()[-1]
 
 
 def test_there_is_no_pickle_and_no_eval() -> None:
