@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from drawings import assert_same, drawings
-from PIL import Image
-from serving import files, served, teach, wait_for_job
 from small import PLAIN_VIEWS, coda, patterns, tiny_vit
-from test_models import changed
 from torch import Tensor
 
-from coda_prompt import ContinualClassifier
 from coda_prompt.cli import _error_in_method
-from coda_prompt.errors import BadMethod, BadOption, CodaError, HashMismatch
-from coda_prompt.learner import store
 from coda_prompt.research import methods
 from coda_prompt.research.methods.base import MethodConfig
 from coda_prompt.research.methods.closedform import ClosedForm, NearestClassMean
@@ -93,14 +81,12 @@ from coda_prompt.research.methods.base import PromptMethod
 class Mine(PromptMethod):
     def prefixes(self, queries):
         batch = len(queries)
-        return {{0: (torch.zeros(batch, 3, 128), torch.zeros({values}))}}
+        return {{0: (torch.zeros(batch, 3, 32), torch.zeros({values}))}}
 """
 
 
-def write_drawings(folder: Path) -> None:
-    for number, (image, name) in enumerate(zip(*drawings(range(2), 6), strict=True)):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.asarray(image)).save(folder / name / f"{number}.png")
+def bench(tiny: Path, folder: Path, method: str = "mine.py:Mine") -> Any:
+    return coda("bench", str(tiny), "--methods", method, "--trials", "1", cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +110,18 @@ def write_drawings(folder: Path) -> None:
         ),
         (
             TRAINED.format(more=", queries", returned="Loss.of(per_image[:, None])"),
-            "loss returns mean as a tensor of shape (10, 1), expected a tensor of shape (10)",
+            "loss returns mean as a tensor of shape (8, 1), expected a tensor of shape (8)",
         ),
         (
             TRAINED.replace("features(images)", "features(images)[:, None]").format(
                 more=", queries", returned="Loss.of(per_image)"
             ),
-            "features returns a tensor of shape (10, 1, 128), expected a tensor of shape (10, 128)",
+            "features returns a tensor of shape (8, 1, 32), expected a tensor of shape (8, 32)",
         ),
         (
             CLOSED_FORM.replace(": self.classes_seen", ":1").format(body="pass"),
-            "mine.py:Mine' cannot be used as a method: scores returns a tensor of shape (2, 1), "
-            "expected a tensor of shape (2, 2)",
+            "mine.py:Mine' cannot be used as a method: scores returns a tensor of shape (6, 1), "
+            "expected a tensor of shape (6, 2)",
         ),
         (
             TRAINED.format(
@@ -144,32 +130,30 @@ def write_drawings(folder: Path) -> None:
             "end_task must call super().end_task",
         ),
         (
-            PREFIXES.format(values="batch, 2, 128"),
-            "prefixes returns for block 0 keys (10, 3, 128) and values (10, 2, 128), expected the "
+            PREFIXES.format(values="batch, 2, 32"),
+            "prefixes returns for block 0 keys (8, 3, 32) and values (8, 2, 32), expected the "
             "same shape",
         ),
-        (PREFIXES.replace("{{0:", "{{99:").format(values="batch, 3, 128"), "for block 99"),
+        (PREFIXES.replace("{{0:", "{{99:").format(values="batch, 3, 32"), "for block 99"),
         ("import sys; sys.exit(3)", "cannot be loaded"),
         ("class Mine: pass", "'Mine' does not inherit from coda_prompt.research.methods.Method"),
         ("Mine = 3", "there is no class 'Mine' in"),
     ],
 )
-def test_an_error_in_a_method_is_one_message(content: str, message: str, tmp_path: Path) -> None:
+def test_an_error_in_a_method_is_one_message(
+    content: str, message: str, tiny: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(content)
-    write_drawings(tmp_path / "data")
-    arguments = ("learn", f"{tmp_path}/model", f"{tmp_path}/data", "--backbone", "pocket")
-    failed = coda(*arguments, "--method", f"{tmp_path}/mine.py:Mine")
+    failed = bench(tiny, tmp_path)
     assert failed.returncode == 2
     assert message in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_an_error_of_the_package_keeps_its_traceback(tmp_path: Path) -> None:
+def test_an_error_of_the_package_keeps_its_traceback(tiny: Path, tmp_path: Path) -> None:
     call = "from coda_prompt.images.preprocessing import required_min_side as f; f(None)"
     (tmp_path / "mine.py").write_text(CLOSED_FORM.format(body=call))
-    write_drawings(tmp_path / "data")
-    arguments = ("learn", f"{tmp_path}/model", f"{tmp_path}/data", "--backbone", "pocket")
-    failed = coda(*arguments, "--method", f"{tmp_path}/mine.py:Mine")
+    failed = bench(tiny, tmp_path)
     assert failed.returncode == 1
     assert "Traceback" in failed.stderr
     assert "in required_min_side" in failed.stderr
@@ -179,141 +163,17 @@ def test_an_error_of_the_package_keeps_its_traceback(tmp_path: Path) -> None:
     assert _error_in_method(raised.value) is None
 
 
-FAILS_LATER = """
-from coda_prompt.research.methods import Loss
-from coda_prompt.research.methods.base import TrainedMethod
-
-class Mine(TrainedMethod):
-    steps = 0
-
-    def features(self, images, queries):
-        return self.backbone.features(images)
-
-    def loss(self, batch):
-        self.steps += 1
-        if self.steps == 3:
-            raise ValueError("third step")
-        return Loss.of(self.head.masked_loss(self.features(batch.images, None), batch.labels))
-"""
-
-
-def test_a_failed_first_lesson_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FAILS_LATER)
-    write_drawings(tmp_path / "data")
-    (tmp_path / "empty").mkdir()
-    for model in ("new", "parent/new", "empty"):
-        arguments = ("learn", model, "data", "--backbone", "pocket", "--method", "mine.py:Mine")
-        failed = coda(*arguments, cwd=tmp_path)
-        assert failed.returncode == 2
-        assert "ValueError: third step" in failed.stderr
-    assert not (tmp_path / "new").exists()
-    assert not (tmp_path / "parent").exists()
-    assert not list((tmp_path / "empty").iterdir())
-
-
-@pytest.fixture
-def model(tmp_path: Path, method: str) -> Path:
-    classifier = ContinualClassifier(method=method)
-    classifier.learn(*drawings(range(3), 8))
-    classifier.save(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_model_stores_the_class_and_the_hash_of_the_file(model: Path, method: str) -> None:
-    description = store.read_model(model).description
-    assert description.method == "Mine"
-    assert description.method_sha256 is not None
-    assert len(description.method_sha256) == 64
-    loaded = ContinualClassifier.load(model, method=method)
-    loaded.learn(*drawings([3, 4], 8))
-    loaded.save(model)
-    assert_same(ContinualClassifier.from_pretrained(model, method=method), loaded)
-
-
-def test_a_moved_file_is_still_the_same_method(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    shutil.move(tmp_path / "mine.py", tmp_path / "elsewhere" / "renamed.py")
-    loaded = ContinualClassifier.load(model, method=f"{tmp_path}/elsewhere/renamed.py:Mine")
-    assert len(loaded.predict(drawings([0])[0])) == 20
-
-
-def test_a_model_without_its_file_says_how_to_name_it(model: Path) -> None:
-    with pytest.raises(BadOption, match=r"--method path/to/file\.py:CLASS"):
-        ContinualClassifier.load(model)
-    with pytest.raises(BadOption, match="was made with Mine"):
-        ContinualClassifier.load(model, method="ncm")
-    with pytest.raises(BadMethod, match="no file"):
-        ContinualClassifier.load(model, method="nowhere.py:Mine")
-
-
-def test_a_changed_file_is_refused_before_it_runs(model: Path, tmp_path: Path, method: str) -> None:
-    (tmp_path / "mine.py").write_text(f"{MINE}\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    with pytest.raises(HashMismatch, match=r"another version of this file.*learn a new model"):
-        ContinualClassifier.load(model, method=method)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_nothing_in_a_model_folder_is_run(model: Path, tmp_path: Path) -> None:
-    shutil.copy(tmp_path / "mine.py", model / "mine.py")
-    with pytest.raises(BadOption, match="no code from there is run"):
-        ContinualClassifier.load(model, method=f"{model}/mine.py:Mine")
-    trap = tmp_path / "trap.py"
-    trap.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    for name in (f"{trap}:Mine", str(trap), "trap:Mine"):
-        changed(model, lambda d, name=name: d.update(method=name))  # type: ignore[misc]
-        with pytest.raises(CodaError):
-            ContinualClassifier.load(model)
-        changed(model, lambda d, name=name: d.update(method=name, method_sha256=None))  # type: ignore[misc]
-        with pytest.raises(CodaError):
-            ContinualClassifier.load(model)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_every_command_takes_the_file(method: str, tmp_path: Path, drawing_folders: Path) -> None:
-    named = ("--method", "mine.py:Mine")
-    for task in ("task-1", "task-2"):
-        learned = coda("learn", "model", str(drawing_folders / task), *named, cwd=tmp_path)
-        assert learned.returncode == 0, learned.stderr
-    test = str(drawing_folders / "test")
-    shown = coda("predict", "model", test, "--csv", *named, cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert len(list(csv.DictReader(io.StringIO(shown.stdout)))) > 8
-    shown = coda(
-        "evaluate", "model", str(drawing_folders / "task-2"), "--json", *named, cwd=tmp_path
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["accuracy"] > 0.3
-    shown = coda("export", "model", "model.onnx", *named, cwd=tmp_path)
-    assert (tmp_path / "model.onnx").exists(), shown.stderr
-    assert "Mine on pocket" in coda("info", "model", cwd=tmp_path).stdout
-    for verb in (("predict", "model", test), ("learn", "model", str(drawing_folders / "task-1"))):
-        refused = coda(*verb, cwd=tmp_path)
-        assert refused.returncode == 2
-        assert "--method path/to/file.py:CLASS" in refused.stderr
-    (tmp_path / "mine.py").write_text(MINE + "\n# changed")
-    refused = coda("predict", "model", test, *named, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "another version of this file" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert coda("undo", "model", cwd=tmp_path).returncode == 0
-
-
-def test_a_class_that_lacks_a_member_gets_one_message(
-    tmp_path: Path, drawing_folders: Path
-) -> None:
+def test_a_class_that_lacks_a_member_gets_one_message(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(
         "from coda_prompt.research.methods import Method\nclass Half(Method):\n    pass\n"
     )
-    refused = coda(
-        "learn", "model", str(drawing_folders / "task-1"), "--method", "half.py:Half", cwd=tmp_path
-    )
+    refused = bench(tiny, tmp_path, "half.py:Half")
     assert refused.returncode == 2
     assert "half.py:Half" in refused.stderr
     assert refused.stderr.count("has no method") == 1
     for member in ("features(self, images, queries)", "logits(self, images", "loss(self, batch)"):
         assert member in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
-    assert not (tmp_path / "model").exists()
 
 
 def test_a_closed_form_needs_no_loss_and_a_trained_method_does() -> None:
@@ -380,20 +240,3 @@ def test_features_of_a_closed_form_on_prompts_may_be_wider_than_the_head(tmp_pat
     stream = make_stream(patterns(classes=4, train=4), tasks=2)
     Engine(PLAIN_VIEWS, Training(epochs=1, batch_size=4)).run(mine, stream)
     assert mine.statistics.projected == 32 + 3 * tiny_vit().config.width
-
-
-def test_the_service_predicts_and_learns_with_the_method_of_a_file(
-    model: Path, method: str
-) -> None:
-    with served(str(model), "--method", method) as client:
-        assert client.get("/v1/model").json()["method"] == "Mine"
-        images, labels = drawings([3, 4], 8)
-        job = wait_for_job(client, teach(client, images, list(labels)))
-        assert job["state"] == "done", job
-        answer = client.post("/v1/predict", files=files(images[:1])).json()
-        assert answer["predictions"][0]["best"] == labels[0]
-    with (
-        pytest.raises(AssertionError, match=r"--method path/to/file\.py:CLASS"),
-        served(str(model)),
-    ):
-        pass
