@@ -28,7 +28,7 @@ from coda_prompt.encoder.encoder import Encoder, load_encoder
 from coda_prompt.encoder.threads import in_threads
 from coda_prompt.images.reading import open_image
 from coda_prompt.statistics.algebra import unit
-from coda_prompt.statistics.calibration import expected_calibration_error, expected_temperature
+from coda_prompt.statistics.calibration import expected_calibration_error
 from coda_prompt.statistics.classifier import OPTIONS, Classifier
 from coda_prompt.statistics.moments import Moments
 from coda_prompt.statistics.typicality import Gaussians
@@ -112,16 +112,9 @@ def accuracy(method: str, draw: Draw) -> float:
 
 def calibration_error(method: str, draw: Draw) -> float:
     """Return the expected calibration error in per cent, with the temperature `learn` uses."""
-    classifier, moments = learned(method, draw), _moments(draw)
-    temperature = expected_temperature(
-        classifier.scores,
-        moments.means(),
-        moments.counts,
-        *moments.covariance(),
-        classifier.default_temperature,
-    )
+    classifier = learned(method, draw)
     scores = classifier.scores(draw.tested)
-    return 100 * expected_calibration_error(scores, draw.test_labels, temperature)
+    return 100 * expected_calibration_error(scores, draw.test_labels, classifier.temperature)
 
 
 def unknown_auroc(draw: Draw) -> float:
