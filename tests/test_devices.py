@@ -117,36 +117,6 @@ def test_pocket_on_two_ranks_equals_one(batch: int, worst: float, tmp_path: Path
     assert_same_training(tmp_path / "two", tmp_path / "one", 2, worst=worst)
 
 
-def test_a_model_learned_on_two_ranks_equals_one_learned_on_one(
-    drawing_folders: Path, tmp_path: Path
-) -> None:
-    """Also continued, and measured on held-out images, the same by one process and by two."""
-    for name, task, start in (
-        ("one", "task-1", run),
-        ("one", "task-2", run),
-        ("two", "task-1", partial(run_command, *TORCHRUN)),
-        ("two", "task-2", partial(run_ranks, 2, CODA)),
-    ):
-        finished = start(
-            "learn", str(tmp_path / name), str(drawing_folders / task),
-            *("--method", "coda-p", "--epochs", "1", "--val", "0.15"),
-            *("--precision", "64-true", "--json"),
-        )  # fmt: skip
-        assert finished.returncode == 0, finished.stderr
-        report = json.loads(finished.stdout)
-        assert report["held_out"] == 12
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for name, tensor in one.items():
-        assert_close(two[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
-    tasks = [
-        json.loads((tmp_path / name / "config.json").read_text())["tasks"]
-        for name in ("one", "two")
-    ]
-    for mine, other in zip(*tasks, strict=True):
-        for field in ("accuracy", "accuracy_own", "held_out", "images"):
-            assert mine[field] == other[field]
-
-
 def on_two_ranks(*lines: str) -> str:
     """Run lines on both ranks, with a `fabric` and a `method`; return what rank 0 printed."""
     program = (
