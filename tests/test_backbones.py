@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coda_prompt.learner.versions import History
 from drawings import NAMES, drawings
 from PIL import Image
 from safetensors.torch import save_file
@@ -21,10 +20,11 @@ from coda_prompt import ContinualClassifier
 from coda_prompt.errors import BackboneMismatch, BadOption, MissingData
 from coda_prompt.images.kinds import is_drawing
 from coda_prompt.images.preprocessing import Preprocessing
-from coda_prompt.learner import store
+from coda_prompt.learner.folder import MODEL, ModelFolder
 from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.research.vit.catalog import CATALOG, load_backbone, write_weights
 from coda_prompt.research.vit.vit import ViT
+from coda_prompt.storage.tensors import read_tensors, write_tensors
 
 PLAIN = pocket_source(0.0)
 
@@ -127,8 +127,8 @@ def test_auto_takes_photo_for_photographs_and_the_model_records_it(tmp_path: Pat
     folder = write_folder(tmp_path / "photographs", **photographs)
     learned = coda("learn", str(tmp_path / "model"), str(folder))
     assert "photo: 12 of 12 sampled images are photographs" in learned.stderr
-    assert "ranpac on photo" in learned.stderr
-    assert store.read_model(tmp_path / "model").description.backbone.name == "photo"
+    assert "slda on photo" in learned.stderr
+    assert ModelFolder(tmp_path / "model").description().backbone.name == "photo"
     more = write_folder(tmp_path / "more", c=sketch_images(6))
     later = coda("learn", str(tmp_path / "model"), str(more))
     assert "6 of 6 sampled images look like drawings, but 'photo'" in " ".join(later.stderr.split())
@@ -196,7 +196,7 @@ def deit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deit_model(deit: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model on the file, given by its path alone."""
     folder = tmp_path_factory.mktemp("models") / "model"
-    classifier = ContinualClassifier(str(deit), "ncm", device="cpu")
+    classifier = ContinualClassifier(str(deit), "ncm")
     classifier.learn(*drawings(range(2), 5))
     classifier.save(folder)
     return folder
@@ -206,22 +206,20 @@ def moved(model: Path, target: Path) -> Path:
     """A copy of the model whose backbone is not where it was."""
     folder = target / "model"
     shutil.copytree(model, folder)
-    saved = store.read_model(folder)
-    record = saved.description.backbone.model_copy(update={"path": "/gone/given.safetensors"})
-    description = saved.description.model_copy(update={"backbone": record})
-    store.write_model(folder, dataclasses.replace(saved, description=description), History())
+    file = read_tensors(folder / MODEL)
+    assert file.description is not None
+    file.description["backbone"]["path"] = "/gone/given.safetensors"
+    write_tensors(folder / MODEL, file.tensors, file.description)
     return folder
 
 
-def test_known_file_gets_the_preprocessing_of_the_catalogue(deit: Path, deit_model: Path) -> None:
-    description = store.read_model(deit_model).description
-    assert description.pixels["mean"] == [0.485, 0.456, 0.406]
-    assert description.pixels["size"] == 224
-    record = description.backbone
+def test_a_file_of_the_catalogue_is_recognised(deit: Path, deit_model: Path) -> None:
+    record = ModelFolder(deit_model).description().backbone
     assert (record.name, record.path) == ("deit-tiny", str(deit))
-    assert record.fingerprint == load_backbone(f"deit-tiny={deit}").vit.fingerprint()
-    again = ContinualClassifier.load(deit_model, backbone=str(deit), device="cpu")
+    again = ContinualClassifier.load(deit_model, backbone=str(deit))
     assert (again.backbone_name, again.classes_) == ("deit-tiny", list(NAMES[:2]))
+    assert again.model.encoder.pixels[0].mean == (0.485, 0.456, 0.406)
+    assert again.model.encoder.pixels[0].size == 224
 
 
 def test_a_file_is_named_with_backbone(deit: Path, deit_model: Path, tmp_path: Path) -> None:
@@ -255,7 +253,7 @@ def test_lesson_on_a_moved_file_records_where_it_is(
     folder = write_folder(tmp_path / "more", third=sketch_images(5))
     finished = coda("learn", str(model), str(folder), "--backbone", f"deit-tiny={deit}")
     assert finished.returncode == 0, finished.stderr
-    assert store.read_model(model).description.backbone.path == str(deit)
+    assert ModelFolder(model).description().backbone.path == str(deit)
 
 
 def test_other_file_is_refused_by_its_fingerprint(deit_model: Path, tmp_path: Path) -> None:
@@ -271,29 +269,6 @@ def test_other_file_is_refused_by_its_fingerprint(deit_model: Path, tmp_path: Pa
             ContinualClassifier.load(deit_model, backbone=name)
 
 
-def test_normalisation_of_a_file_stays_as_recorded(
-    deit: Path, deit_model: Path, tmp_path: Path
-) -> None:
-    """Models of versions that did not recognise the file: path as name, mean and std 0.5."""
-    model = tmp_path / "model"
-    saved = store.read_model(deit_model)
-
-    def rewritten(**pixels: Any) -> None:
-        record = saved.description.backbone.model_copy(update={"name": str(deit)})
-        changes = {"backbone": record, "pixels": saved.description.pixels | pixels}
-        description = saved.description.model_copy(update=changes)
-        model.mkdir(exist_ok=True)
-        store.write_model(model, dataclasses.replace(saved, description=description), History())
-
-    rewritten(mean=[0.5] * 3, std=[0.5] * 3)
-    classifier = ContinualClassifier.load(model, backbone=str(deit))
-    assert classifier.predictor.preprocessing.mean == (0.5,) * 3
-    for pixels in ({"mean": [0.5]}, {"mean": ["a", "b", "c"]}, {"size": 32}, {"resize": "squash"}):
-        rewritten(**pixels)
-        with pytest.raises(store.CorruptFile, match=r"preprocessing|number of channels"):
-            ContinualClassifier.load(model, backbone=str(deit))
-
-
 @pytest.mark.parametrize("change", [{"rotary": True, "registers": 2}, {"pre_norm": True}])
 def test_prompts_are_learned_on_rotary_and_pre_norm_backbones(
     change: dict[str, Any], tmp_path: Path
@@ -301,9 +276,9 @@ def test_prompts_are_learned_on_rotary_and_pre_norm_backbones(
     vit = tiny_vit(config=dataclasses.replace(TINY, **change))
     write_weights(tmp_path / "own.safetensors", vit, Preprocessing(16, 1, (0.5,), (0.5,)))
     backbone = str(tmp_path / "own.safetensors")
-    classifier = ContinualClassifier(backbone, "coda-p", device="cpu", epochs=1)
+    classifier = ContinualClassifier(backbone, "coda-p", epochs=1)
     images, names = drawings(range(2), 6)
     classifier.learn(images, names)
     classifier.save(tmp_path / "model")
-    again = ContinualClassifier.load(tmp_path / "model", backbone=backbone, device="cpu")
+    again = ContinualClassifier.load(tmp_path / "model", backbone=backbone)
     assert np.array_equal(again.predict_proba(images), classifier.predict_proba(images))
