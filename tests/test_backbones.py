@@ -133,7 +133,7 @@ def test_auto_takes_photo_for_photographs_and_the_model_records_it(tmp_path: Pat
     later = coda("learn", str(tmp_path / "model"), str(more))
     assert "6 of 6 sampled images look like drawings, but 'photo'" in " ".join(later.stderr.split())
     shown = " ".join(coda("info", str(tmp_path / "model")).stdout.split())
-    assert "backbone photo, for photographs of 112 px" in shown
+    assert "backbone photo, for photographs" in shown
 
 
 def test_photo_runs_at_other_multiples_of_14() -> None:
@@ -241,7 +241,7 @@ def test_a_file_is_named_with_backbone(deit: Path, deit_model: Path, tmp_path: P
             finished = coda(command, str(model), *arguments, "--backbone", name)
             assert finished.returncode == 0, finished.stderr
     shown = " ".join(coda("info", str(model)).stdout.split())
-    assert "backbone deit-tiny, for photographs of 224 px" in shown
+    assert "backbone deit-tiny, for photographs" in shown
     assert "/gone/given.safetensors (name it with --backbone)" in shown
     assert coda("info", str(model), "--backbone", str(deit)).returncode == 0
 
