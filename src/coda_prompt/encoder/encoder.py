@@ -34,6 +34,11 @@ REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 """Of the hub."""
 
 
+TONES = 4
+"""Numbers of a drawing beside its features: the mean and the deviation of its pixels, and how much
+neighbours differ, down and across."""
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
     """What an encoder knows of an image."""
@@ -41,7 +46,7 @@ class EncodedImage:
     features: Values
     """What classifiers read, D, of unit length."""
     plain: Values
-    """The same without prompts, which the unknown score reads."""
+    """What the unknown score reads: features without prompts, and of a drawing its `TONES`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +119,11 @@ class Encoder:
         return sum(network.description.width for network in self.networks)
 
     @property
+    def plain_width(self) -> int:
+        """Number of values that the unknown score reads."""
+        return self.width + (TONES if self.kind == "drawing" else 0)
+
+    @property
     def min_side(self) -> int:
         """Pixels that the shorter side of a decoded image needs."""
         return max(required_min_side(pixels.preprocessing) for pixels in self.pixels)
@@ -147,10 +157,18 @@ class Encoder:
             features = [
                 network.run(view) for network, view in zip(self.networks, views, strict=True)
             ]
-            plain = self._joined(features, min(image.size))
-            return EncodedImage(plain, plain)
+            joined = self._joined(features, min(image.size))
+            return EncodedImage(joined, self._with_tones(joined, views[0]))
         outputs = self.networks[0].run_prompted(views[0], self._inputs(prompts))
-        return EncodedImage(*(self._joined([each], min(image.size)) for each in outputs))
+        joined, plain = (self._joined([each], min(image.size)) for each in outputs)
+        return EncodedImage(joined, self._with_tones(plain, views[0]))
+
+    def _with_tones(self, plain: Values, view: Values) -> Values:
+        """Append what `TONES` says of drawings: features say little about what is no drawing."""
+        if self.kind == "photograph":
+            return plain
+        down, across = abs(np.diff(view, axis=1)).mean(), abs(np.diff(view, axis=2)).mean()
+        return np.append(plain, [view.mean(), view.std(), down, across]).astype(np.float32)
 
     def _joined(self, parts: Sequence[Values], side: int) -> Values:
         """Return the features of each network with unit length side by side, of unit length.

@@ -26,6 +26,28 @@ PROGRAM = "predict.py"
 """Written beside the graph."""
 MIN_OPSET = 13
 """First version of ONNX in which the operators below have the form they have here."""
+TONES = """
+    flat = Reshape (pixels, row)
+    tone = ReduceMean <axes = [1]> (flat)
+    untoned = Sub (flat, tone)
+    untoned_squares = Mul (untoned, untoned)
+    variance = ReduceMean <axes = [1]> (untoned_squares)
+    contrast = Sqrt (variance)
+    lower = Slice (pixels, one, end, two)
+    upper = Slice (pixels, start, minus_one, two)
+    down_differences = Sub (lower, upper)
+    down_sizes = Abs (down_differences)
+    down_rows = Reshape (down_sizes, row)
+    down = ReduceMean <axes = [1]> (down_rows)
+    right = Slice (pixels, one, end, three)
+    left = Slice (pixels, start, minus_one, three)
+    across_differences = Sub (right, left)
+    across_sizes = Abs (across_differences)
+    across_rows = Reshape (across_sizes, row)
+    across = ReduceMean <axes = [1]> (across_rows)
+    tones = Concat <axis = 1> (tone, contrast, down, across)
+"""
+"""`Encoder.encode` of drawings: from `pixels` to `tones`."""
 ANSWERS = """
     products = MatMul (mapped, weight)
     scores = Add (products, bias)
@@ -107,6 +129,7 @@ def onnx_graph(model: LearnedModel) -> bytes:
             outputs.append((f"network_{number}_plain", f"plain_{number}"))
     answers = ["probabilities", "typicality"]
     graph = compose.merge_models(joined, head, io_map=outputs, outputs=answers)
+    _read_images_as_pixels(graph.graph)
     images = [each.name for each in graph.graph.input if each.name != "side"]
     pixels = [
         {"input": name, **network.description.pixels.model_dump()}
@@ -123,6 +146,22 @@ def onnx_graph(model: LearnedModel) -> bytes:
         graph.metadata_props.add(key=name, value=json.dumps(value))
     checker.check_model(graph)
     return graph.SerializeToString()
+
+
+def _read_images_as_pixels(graph: GraphProto) -> None:
+    """Let what reads `pixels` read the input of the network."""
+    kept = [each for each in graph.input if each.name != "pixels"]
+    if len(kept) < len(graph.input):
+        del graph.input[:]
+        graph.input.extend(kept)
+        for node in graph.node:
+            node.input[:] = ["images" if name == "pixels" else name for name in node.input]
+
+
+def _shaped(name: str, encoder: Encoder) -> str:
+    """Return the declaration of an input for the pixels of an encoder of one network."""
+    (pixels,) = encoder.pixels
+    return f"float[1, {pixels.channels}, {pixels.size}, {pixels.size}] {name}"
 
 
 def _program() -> bytes:
@@ -194,7 +233,17 @@ def _head(model: LearnedModel) -> ModelProto:
         lines += ["projected = MatMul (features, projection)", "mapped = Relu (projected)"]
     else:  # features have unit length already
         lines.append("mapped = Identity (features)")
-    lines += [f"known = Identity ({names[-1]})", ANSWERS]
+    known = names[-1]
+    if model.encoder.kind == "drawing":
+        inputs.append(_shaped("pixels", model.encoder))
+        lines += [TONES, f"known = Concat <axis = 1> ({known}, tones)"]
+        constants["two"] = np.array([2])
+        constants["three"] = np.array([3])
+        constants["end"] = np.array([2**31])
+        constants["minus_one"], constants["start"] = np.array([-1]), np.array([0])
+    else:
+        lines.append(f"known = Identity ({known})")
+    lines.append(ANSWERS)
     head = parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : {MIN_OPSET}]>'
         f"head ({', '.join(inputs)}) => ({outputs}) {{ {' '.join(lines)} }}"

@@ -187,7 +187,8 @@ def lesson_hints(model: LearnedModel, taught: Taught) -> list[str]:
     plain, name = taught.read.plain, taught.images.name
     suited = not findings.images_of_other_kind(model, taught.read.samples)
     moments = model.detector.moments
-    hints = findings.lesson_hints(plain, taught.rows, taught.names, moments, name, suited)
+    features = plain[:, : model.encoder.width]
+    hints = findings.lesson_hints(features, taught.rows, taught.names, moments, name, suited)
     continued = taught.rows < len(model.classes)
     if continued.any() and model.scorer.can_reject(DEFAULT_RATE):
         typicality = model.scorer.typicality(plain[continued])

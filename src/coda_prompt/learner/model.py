@@ -44,6 +44,9 @@ PROMPTED = frozenset({"coda-p", "coda-p-ranpac"})
 """Methods that train prompts: in every lesson, and in the first one."""
 MAX_SUM, MAX_COUNT = 1e16, 2**40
 """Largest numbers in a model: products of two sums are finite in float32, sums of counts exact."""
+DRAWINGS, SINGLE_DRAWINGS = 1.3, 4.0
+"""Factors of the temperature for drawings, whose classes vary more than their statistics say; the
+second one if each class has one image. docs/lab/calibration.md has the measurements."""
 CONTRADICTION = "its statistics contradict each other"
 
 
@@ -109,7 +112,7 @@ class LearnedModel:
             path=None if encoder.path is None else str(encoder.path.absolute()),
         )
         classifier = _empty_classifier(method, encoder, options)
-        detector = UnknownDetector.empty(encoder.width, options.removable, _prior(encoder))
+        detector = UnknownDetector.empty(encoder.plain_width, options.removable, _prior(encoder))
         return cls(method, options, encoder, backbone, classifier, detector)
 
     @cached_property
@@ -180,6 +183,9 @@ class LearnedModel:
         fits = [(task.temperature, task.fitted_on) for task in self.tasks]
         if self.method in PROMPTED:
             return replace(self, temperature=calibration.merge_temperatures(fits, default))
+        if self.backbone.kind == "drawing":
+            several = self.detector.moments.counts.max(initial=0) > 1
+            default *= DRAWINGS if several else SINGLE_DRAWINGS
         return replace(self, temperature=default)
 
     def with_lessons(
@@ -216,7 +222,7 @@ class LearnedModel:
         """Return all arrays by their names in the file."""
         parts = {"unknown": self.detector.arrays(), "duplicates": self.hashes.arrays()}
         if isinstance(self.classifier, Classifier):
-            shared = _shared_arrays(self.classifier, self.method)
+            shared = _shared_arrays(self.classifier, self.method, self.encoder)
             own = self.classifier.arrays().items()
             parts["classifier"] = {name: array for name, array in own if name not in shared}
         parts["trained"] = dict(self.trained)
@@ -253,12 +259,12 @@ class LearnedModel:
                 else _empty_classifier(description.method, encoder, options)
             )
             if isinstance(classifier, Classifier):
-                shared = _shared_arrays(classifier, description.method)
+                shared = _shared_arrays(classifier, description.method, encoder)
                 own = {name: arrays[f"unknown.{name}"] for name in shared}
                 own |= _part(arrays, "classifier")
                 classifier = Classifier.of_arrays(classifier.options, encoder.width, own, classes)
             statistics = _part(arrays, "unknown")
-            width, prior = encoder.width, _prior(encoder)
+            width, prior = encoder.plain_width, _prior(encoder)
             detector = UnknownDetector.of_arrays(
                 width, statistics, classes, options.removable, prior
             )
@@ -305,9 +311,10 @@ def _empty_classifier(method: str, encoder: Encoder, options: Options) -> Classi
     return Classifier.empty(chosen, encoder.width)
 
 
-def _shared_arrays(classifier: Classifier, method: str) -> set[str]:
+def _shared_arrays(classifier: Classifier, method: str, encoder: Encoder) -> set[str]:
     """Return the moments of a classifier that are also those of the unknown score, stored once."""
     same = classifier.options.features != "random" and method not in PROMPTED
+    same = same and encoder.plain_width == encoder.width
     return set(classifier.moments.arrays()) if same else set()
 
 
