@@ -18,6 +18,7 @@ from small import (
     AUGMENTED_VIEWS,
     PLAIN_VIEWS,
     TINY,
+    brief,
     interrupted_repeatedly,
     patterns,
     quick_options,
@@ -123,12 +124,14 @@ def test_an_error_of_a_thread_is_raised() -> None:
 def test_a_long_pass_computes_the_rows_of_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = make_stream(patterns(2, train=4), tasks=1).tasks[0].train
     method = methods.make("ncm", tiny_vit())
+    method.begin_task(brief(method, new=2))
+    method.fit(torch.randn(2, 32), None, torch.arange(2))
     runner = Passes(PLAIN_VIEWS, Training(micro_batch=1))
-    expected = runner.plain_tokens(method, samples)
+    expected = runner.logits(method, samples)
     monkeypatch.setattr(passes, "PARALLEL_BATCHES", 1)
     used = []
     monkeypatch.setattr(Cores, "map", lambda *given, real=Cores.map: used.append(1) or real(*given))
-    found = runner.plain_tokens(method, samples)
+    found = runner.logits(method, samples)
     assert used
     assert not found.requires_grad
     assert_close(found, expected)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small import PAPER_METHODS, PLAIN_VIEWS, brief, patterns, tiny_vit
@@ -22,11 +23,11 @@ from coda_prompt.errors import (
 from coda_prompt.research import methods
 from coda_prompt.research.methods import TrainingBatch
 from coda_prompt.research.methods.head import Head
-from coda_prompt.research.methods.shrinkage import shrink_covariance
 from coda_prompt.research.streams.stream import Task, make_stream
 from coda_prompt.research.training.engine import Engine
 from coda_prompt.research.training.loading import batches
 from coda_prompt.research.training.settings import Training
+from coda_prompt.statistics.moments import shrink_covariance
 
 OTHERS = {
     *("ncm", "ranpac", "slda", "coda-p-ranpac", "sd-lora", "inflora", "os-prompt", "loranpac"),
@@ -396,21 +397,22 @@ def test_slda_shrinks_less_with_more_images() -> None:
         method.begin_task(brief(method, new=2))
         features = torch.randn(images, 32, generator=generator) @ mixing
         method.fit(features, None, torch.arange(images) % 2)
-        eigenvalues = torch.linalg.eigvalsh(shrink_covariance(*method.moments.covariance()))
-        smallest.append(float(eigenvalues[0] / eigenvalues.mean()))
+        covariance, freedom = method.moments.value.covariance()
+        eigenvalues = np.linalg.eigvalsh(shrink_covariance(covariance, freedom))
+        smallest.append(eigenvalues[0] / eigenvalues.mean())
     assert smallest == sorted(smallest, reverse=True)
 
 
 def test_slda_keeps_its_sums_in_double_precision_when_it_is_moved() -> None:
     method = methods.make("slda", tiny_vit()).to("cpu", torch.float32)
-    assert method.moments.total.dtype == torch.float64
+    assert method.moments.within.dtype == torch.float64
     method.begin_task(brief(method, new=2))
     method.fit(torch.randn(10, 32), None, torch.arange(10) % 2)
     method.end_task()
     copy = methods.make("slda", tiny_vit())
     copy.load_learned_state(method.learned_state())
-    assert copy.moments.total.dtype == torch.float64
-    assert torch.equal(copy.moments.total, method.moments.total)
+    assert copy.moments.within.dtype == torch.float64
+    assert torch.equal(copy.moments.within, method.moments.within)
 
 
 def test_a_task_cannot_begin_inside_another() -> None:

@@ -110,23 +110,6 @@ def test_random_features_and_tokens_have_the_same_weight() -> None:
     assert float(random.square().sum(dim=1).mean()) == pytest.approx(0.5, rel=0.05)
 
 
-@torch.no_grad()
-def test_blended_sums_of_tokens_contain_no_single_image() -> None:
-    """One image alone dominates every feature, whatever its sign."""
-    method = methods.make("token-ranpac", tiny_vit(), width=24, blend=True)
-    method.begin_task(brief(method, new=2))
-    features = torch.randn(41, 6 * 32, generator=torch.Generator().manual_seed(0))
-    labels = torch.zeros(41, dtype=torch.int64)
-    sums = method.task_sums(labels)
-    sums.add_all(features[:1], labels[:1])
-    active = method.statistics.hidden(features[:1])[0] != 0
-    assert active[24:].all()
-    assert not sums.is_shared()[active].any()
-    sums = method.task_sums(labels)
-    sums.add_all(features, labels)
-    assert sums.is_shared()[24:].all()
-
-
 @pytest.mark.parametrize("name", ["coda-p-deep-ranpac", "coda-p-token-ranpac"])
 def test_prompted_features_have_the_prefixes_of_the_first_task(name: str) -> None:
     vit = tiny_vit()

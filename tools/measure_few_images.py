@@ -113,14 +113,14 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> Tensor:
 def new_class_table(data: Features) -> None:
     """Print the recall of one new class beside 80, and the accuracy of these.
 
-    Balanced ridge with a selected ridge is what models used before: `blend` changes nothing in
-    lessons of many images, and a lesson of one class selects no ridge.
+    Balanced ridge with a selected ridge is what models used before; a lesson of one class selects
+    no ridge.
     """
     features, labels, test, truth = data
     old = labels < OLD
     kinds = {
         "balanced ridge": taught(features, labels, 10**6, OLD, ridge=None, balance=True),
-        "after": taught(features, labels, 10**6, OLD, ridge="relative", blend=True, balance=True),
+        "after": taught(features, labels, 10**6, OLD, ridge="relative", balance=True),
     }
     heads = ["nearest class mean", "balanced ridge", "their blend", "after"]
     print(f"| images of the new class | {' | '.join(heads)} |")
@@ -161,7 +161,7 @@ def all_classes_table(data: Features) -> None:
     for count in (10**6, 20, 5, 2):
         cells = []
         for ridge in (None, "relative"):
-            fitted = taught(features, labels, count, CLASSES, ridge=ridge, blend=True, balance=True)
+            fitted = taught(features, labels, count, CLASSES, ridge=ridge, balance=True)
             cells.append(float((fitted(test).argmax(dim=1) == truth).double().mean()))
         for power in (1.0, 0.5):
             fitted.fixed_ridge = shrinkage_ridge(fitted, power)
@@ -190,7 +190,7 @@ def one_image_check(data: Features) -> None:
     chosen = torch.cat([torch.nonzero(labels == row)[:1, 0] for row in range(30)])
     width = features.shape[1]
     for ridge in (None, "relative"):
-        config = RidgeConfig(ridge=ridge, blend=True, balance=True)
+        config = RidgeConfig(ridge=ridge, balance=True)
         fitted = RandomRidge(width, min(MAX_WIDTH, 16 * width), config)
         fitted.grow(30)
         fitted.fit(features[chosen], labels[chosen], 0)

@@ -23,14 +23,15 @@ from coda_prompt.research import methods
 from coda_prompt.research.methods import Method, TaskBrief
 from coda_prompt.research.methods.loranpac import LoRanPAC
 from coda_prompt.research.methods.ranpac import RanPAC
-from coda_prompt.research.methods.shrinkage import shrink_covariance
 from coda_prompt.research.methods.slda import StreamingLDA
 from coda_prompt.research.streams.pocket import pocket_source
 from coda_prompt.research.streams.renditions import STYLES
 from coda_prompt.research.vit.catalog import LoadedBackbone, load_backbone
+from coda_prompt.statistics.moments import shrink_covariance
+from coda_prompt.statistics.ridge import RELATIVE_RIDGE
 
 MEASURED = (50, 100, 200)
-LEARN = {"ridge": "relative", "blend": True, "balance": True}
+LEARN = {"ridge": "relative", "balance": True}
 ROWS: dict[str, tuple[str, dict[str, object]]] = {
     "nearest class mean": ("ncm", {}),
     "streaming LDA": ("slda", {}),
@@ -119,11 +120,13 @@ def condition_number(method: Method) -> float:
     if isinstance(method, LoRanPAC):
         squares = method.statistics.spectrum.frozen.double().square().sum(dim=1)
     elif isinstance(method, RanPAC):
-        gram = method.statistics._unpacked(torch.float64)
-        ridge = method.statistics._effective_ridge(float(gram.trace()))
+        gram = method.statistics._unpacked()
+        images = int(method.statistics.counts.frozen.sum())
+        ridge = float(method.statistics.ridge) or RELATIVE_RIDGE * float(gram.trace()) / images
         squares = torch.linalg.eigvalsh(gram).clamp_min(0) + ridge
     elif isinstance(method, StreamingLDA):
-        squares = torch.linalg.eigvalsh(shrink_covariance(*method.moments.covariance()))
+        covariance = shrink_covariance(*method.moments.value.covariance())
+        squares = torch.linalg.eigvalsh(torch.from_numpy(covariance))
     else:
         return float("nan")
     return float(squares.max() / squares.min())

@@ -56,6 +56,8 @@ class Discriminant:
     ridge: float
     trace: float
     """Of P."""
+    scores: Callable[[Array], Array]
+    """Computes the scores of the classifier from the products."""
 
     def sample(self) -> tuple[Array, Array]:
         """Sample the products of new images, and their classes.
@@ -97,21 +99,18 @@ class Discriminant:
         return expected[labels] + deviations, labels
 
 
-def expected_temperature(
-    discriminant: Discriminant, scores: Callable[[Array], Array], default: float
-) -> float:
+def expected_temperature(discriminant: Discriminant, default: float) -> float:
     """Return the temperature that fits new images of classes with these statistics.
 
     Args:
         discriminant: What the classifier computes of features.
-        scores: Computes the scores from it.
         default: The temperature with one image of each class.
     """
     classes, freedom = len(discriminant.counts), discriminant.freedom
     if classes < 2 or not freedom or discriminant.own <= 0:
         return default
     products, labels = discriminant.sample()
-    temperature = fit_temperature(scores(products), labels, default)
+    temperature = fit_temperature(discriminant.scores(products), labels, default)
     temperature *= (classes / TYPICAL_CLASSES) ** CLASSES_EXPONENT
     temperature *= 1 + ONE_IMAGE * float((1 / discriminant.counts).mean())
     weight = freedom / (freedom + PRIOR_IMAGES)

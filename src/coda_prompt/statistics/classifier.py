@@ -72,6 +72,8 @@ OPTIONS: Mapping[str, ClassifierOptions] = MappingProxyType(
         "ncm": ClassifierOptions("plain", "none"),
     }
 )
+RIDGE_TEMPERATURE = 0.05
+"""Of a ridge regression on one image of each class."""
 ABSENT = MappingProxyType({"none": -1.0, "shared": -np.inf, "ridge": 0.0})
 """By covariance: the score of a class without images."""
 
@@ -234,17 +236,46 @@ def _solve(moments: Moments, options: ClassifierOptions) -> tuple[Array, Array, 
     if options.covariance == "none":
         return unit(means), bias, default
     if options.covariance == "ridge":
-        weight, temperature = solve_ridge(moments, options.ridge, balance=options.balance)
-        return weight, bias, temperature
+        weight, found = solve_ridge(moments, options.ridge, balance=options.balance)
+        default = RIDGE_TEMPERATURE
+    else:
+        weight, bias, found = solve_shared(moments, options.shrinkage)
+        default *= found.trace / weight.shape[1]
+    return weight, bias, default if found is None else expected_temperature(found, default)
+
+
+def solve_shared(
+    moments: Moments, shrinkage: float | None = None
+) -> tuple[Array, Array, Discriminant]:
+    """Solve for Gaussian classes with one covariance.
+
+    Args:
+        moments: Of the features.
+        shrinkage: Share of a multiple of the identity in the covariance.
+
+    Returns:
+        The weights, classes x features, the bias of each class, and what the temperature of
+        probabilities follows from.
+
+    Raises:
+        LinAlgError: The moments contradict each other.
+    """
     covariance, freedom = moments.covariance()
-    shrinkage = options.shrinkage or oracle_shrinkage(covariance, freedom)
+    if shrinkage is None:
+        shrinkage = oracle_shrinkage(covariance, freedom)
     inverse = inverse_factor(shrink_covariance(covariance, freedom, shrinkage))
+    means, counts = moments.means(), moments.counts
     weight = (means @ inverse.T) @ inverse
     bias = -(weight * means).sum(axis=1) / 2
-    trace, width = float(np.vdot(inverse, inverse)), len(covariance)
-    ridge = shrinkage * float(np.trace(covariance)) / width
+    rows = np.flatnonzero(counts)
     discriminant = Discriminant(
-        means[rows], weight[rows], counts[rows], freedom, 1 - shrinkage, ridge, trace
+        means[rows],
+        weight[rows],
+        counts[rows],
+        freedom,
+        own=1 - shrinkage,
+        ridge=shrinkage * float(np.trace(covariance)) / len(covariance),
+        trace=float(np.vdot(inverse, inverse)),
+        scores=lambda products: products + bias[rows],
     )
-    default *= trace / width
-    return weight, bias, expected_temperature(discriminant, lambda z: z + bias[rows], default)
+    return weight, bias, discriminant

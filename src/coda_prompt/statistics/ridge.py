@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coda_prompt.statistics.algebra import Array, inverse_factor
-from coda_prompt.statistics.calibration import Discriminant, expected_temperature
+from coda_prompt.statistics.calibration import Discriminant
 from coda_prompt.statistics.features import FeatureMap
 from coda_prompt.statistics.moments import CHUNK_SIZE, LessonSums, Moments, squared_sums
 
@@ -22,15 +22,13 @@ MIN_RIDGE = 1e-6
 """Fraction of the trace below which float32 rounding of the Gram matrix outweighs the ridge."""
 MAX_OWN_SCORE, MIN_SIGNAL = 0.999, 0.05
 """Bounds of the score of a class's own mean, and of the share of it that is not noise."""
-DEFAULT_TEMPERATURE = 0.05
-"""Of probabilities, with one image of each class."""
 MAX_IMAGE_SHARE = 0.5
 """Maximum share of a row of a lesson's Gram matrix that may come from one image."""
 
 
 def solve_ridge(
     moments: Moments, ridge: float | Literal["relative"], *, balance: bool
-) -> tuple[NDArray[np.float64], float]:
+) -> tuple[NDArray[np.float64], Discriminant | None]:
     """Solve the regression.
 
     Args:
@@ -40,7 +38,8 @@ def solve_ridge(
         balance: Weight all classes equally, regardless of their number of images.
 
     Returns:
-        The weights, classes x projected, and the temperature of probabilities.
+        The weights, classes x projected, and what the temperature of probabilities follows from;
+        None if the regression is not balanced or has another ridge.
 
     Raises:
         LinAlgError: The moments contradict each other.
@@ -48,7 +47,7 @@ def solve_ridge(
     counts, means, gram = moments.counts, moments.means(), moments.scatter()
     images, trace = int(counts.sum()), moments.mean_squares(gram)
     if not images or not trace > 0:
-        return np.zeros_like(means), DEFAULT_TEMPERATURE
+        return np.zeros_like(means), None
     value = RELATIVE_RIDGE * trace / images if ridge == "relative" else ridge
     value = max(value, MIN_RIDGE * trace)
     targets, average = moments.sums, 1.0
@@ -65,17 +64,17 @@ def solve_ridge(
     inverse = inverse_factor(gram)
     solved: NDArray[np.float64] = (targets @ inverse.T) @ inverse
     if not balance or ridge != "relative":
-        return solved, DEFAULT_TEMPERATURE
+        return solved, None
     spread = float(np.vdot(inverse, inverse))
     factors = _compensation(counts, targets, solved, value * spread)
-    temperature = _temperature(moments, solved, factors, value, spread)
-    return solved * factors[:, None], temperature
+    discriminant = _discriminant(moments, solved, factors, value, spread)
+    return solved * factors[:, None], discriminant
 
 
-def _temperature(
+def _discriminant(
     moments: Moments, solved: Array, factors: Array, ridge: float, spread: float
-) -> float:
-    """Return the temperature of the probabilities of a balanced regression.
+) -> Discriminant:
+    """Return what the temperature of the probabilities of a balanced regression follows from.
 
     With P = (S + r I)^-1, where S is the scatter divided by the average number of images, the
     weights A^-1 m are (I - Q) P m with Q = means A^-1 means^T (Woodbury).
@@ -94,9 +93,15 @@ def _temperature(
     freedom = int((counts - 1).sum())
     trace = spread + float(np.vdot(weight, solved))
     own = freedom / float(counts.mean())
-    discriminant = Discriminant(means, weight, counts, freedom, own, ridge, trace)
-    return expected_temperature(
-        discriminant, lambda products: products @ remaining.T * factors[rows], DEFAULT_TEMPERATURE
+    return Discriminant(
+        means,
+        weight,
+        counts,
+        freedom,
+        own,
+        ridge,
+        trace,
+        lambda products: products @ remaining.T * factors[rows],
     )
 
 

@@ -23,7 +23,6 @@ class APER(AdapterMethod):
     variants = MappingProxyType({"aper": {}})
     needs_queries = True
     first_block = 0
-    temperature = 0.065
 
     def __init__(self, backbone: ViT, config: AdapterConfig) -> None:
         super().__init__(backbone, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,7 +126,7 @@ class CPUModule(nn.Module):
 
 
 class ClassRows:
-    """State in banks with a row for each class, which add up."""
+    """State in banks with a row for each class."""
 
     class_banks: tuple[Bank, ...]
 
@@ -136,34 +135,6 @@ class ClassRows:
         for bank in self.class_banks:
             bank.grow(classes)
 
-    def drop_classes(self, rows: Sequence[int]) -> None:
-        """Remove classes; later classes move up."""
-        for bank in self.class_banks:
-            bank.keep(other_rows(len(bank), rows))
-
-    def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        """Replace row `into` of each bank by the sum of `rows`, and remove the others."""
-        for bank in self.class_banks:
-            positions = torch.tensor(list(rows), device=bank.frozen.device)
-            total = bank.frozen.index_select(bank.axis, positions).sum(dim=bank.axis, keepdim=True)
-            target = torch.tensor([into], device=bank.frozen.device)
-            bank.frozen = bank.frozen.index_copy(bank.axis, target, total)
-            bank.keep(other_rows(len(bank), [row for row in rows if row != into]))
-
-    def absorb(self, other: Any, rows: Sequence[int]) -> None:
-        """Add row k of the other banks to row `rows[k]` of these; missing rows are appended."""
-        for bank, others in zip(self.class_banks, other.class_banks, strict=True):
-            bank.grow(max([len(bank) - 1, *rows]) + 1)
-            positions = torch.tensor(list(rows), dtype=torch.int64, device=bank.frozen.device)
-            added = others.frozen.to(bank.frozen)
-            bank.frozen = bank.frozen.index_add(bank.axis, positions, added)
-
     def is_consistent(self, classes: int) -> bool:
         """Whether all sizes fit the number of classes."""
         return {len(bank) for bank in self.class_banks} == {classes}
-
-
-def other_rows(count: int, rows: Sequence[int]) -> Tensor:
-    """Return the numbers below `count` that are not in `rows`."""
-    dropped = set(rows)
-    return torch.tensor([row for row in range(count) if row not in dropped], dtype=torch.int64)

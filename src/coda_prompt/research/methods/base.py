@@ -121,8 +121,6 @@ class Method(nn.Module):
     """The images of the task that `conclude` sees after training; None: there is no such pass."""
     learning_rate: ClassVar[float] = 1e-3
     """The learning rate of the paper for this family, unless the training settings have one."""
-    temperature: ClassVar[float] = 1.0
-    """Divides scores before the softmax when no held-out images are there to fit it."""
     frozen_backbone: ClassVar[bool] = True
     """Whether the ViT is never changed; if not, the method trains a copy of it."""
     loss_in_parts: ClassVar[bool] = False
@@ -247,20 +245,6 @@ class Method(nn.Module):
         """The logits for features, B x classes seen; called if `fixed_features` is true."""
         raise TypeError(f"{type(self).__name__} has fixed features and no `scores`")
 
-    def distances(self, features: Tensor) -> Tensor | None:
-        """The cosine distance of features (B x D) to each class, B x classes seen.
-
-        In the space in which the method decides; None if it has no direction for each class.
-        """
-        return None
-
-    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
-        """How much each prompt contributes to the answer for a query: block -> B x prompts.
-
-        Empty if the method has no prompts that depend on queries.
-        """
-        return {}
-
     def loss(self, batch: TrainingBatch) -> Loss:
         """The parts of the loss of a batch; not needed by a closed form."""
         raise TypeError(f"{self.name} is fitted in closed form and has no loss")
@@ -365,9 +349,6 @@ class TrainedMethod(Method):
 
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.head(self.features(images, queries))
-
-    def distances(self, features: Tensor) -> Tensor | None:
-        return 1 - cosines(features, self.head.weight.rows)
 
     def _is_consistent(self) -> bool:
         return super()._is_consistent() and self.head.is_consistent(self.classes_seen)

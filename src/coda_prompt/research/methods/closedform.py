@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from coda_prompt.research.methods.additive import AdditiveMethod, AdditiveState, move_sums
-from coda_prompt.research.methods.bank import Bank, ClassRows
+from coda_prompt.research.methods.bank import Bank
 from coda_prompt.research.methods.base import (
     Method,
     MethodConfig,
@@ -36,6 +34,12 @@ class ClosedForm(Method):
     def logits(self, images: Images, queries: Tensor | None = None) -> Tensor:
         return self.scores(self.queries(images) if queries is None else queries)
 
+    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
+        sums = self.task_sums(labels)
+        assert sums is not None
+        sums.add_all(features, labels)
+        self.add_sums(sums)
+
     @property
     def fixed_features(self) -> bool:
         return True
@@ -45,38 +49,20 @@ class ClosedForm(Method):
         """Compute the scores of a batch, B x classes seen."""
 
 
-class ClassMeans(ClassRows):
-    """Sums and counts from which class means follow; no module, the banks are the method's."""
-
-    def __init__(self, sums: Bank, counts: Bank) -> None:
-        self.class_banks = (sums, counts)
-
-    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
-        sums, counts = self.class_banks
-        move_sums(sums, counts, features, source, labels)
-
-
-class NearestClassMean(AdditiveMethod, ClosedForm):
+class NearestClassMean(ClosedForm):
     """Nearest class mean: cosine similarity to the mean frozen feature of each class."""
 
     variants = MappingProxyType({"ncm": {}})
-    removable_option = ("", None)
-    temperature = 0.065
 
     def __init__(self, backbone: ViT, config: MethodConfig) -> None:
         super().__init__(backbone, config)
         self.sums = Bank((backbone.config.width,))
         self.counts = Bank(dtype=torch.int64)
-        self.means = ClassMeans(self.sums, self.counts)
 
     def begin_task(self, brief: TaskBrief) -> None:
         super().begin_task(brief)
-        self.means.grow(self.classes_seen)
-
-    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        sums = self.task_sums(labels)
-        sums.add_all(features, labels)
-        self.add_sums(sums)
+        self.sums.grow(self.classes_seen)
+        self.counts.grow(self.classes_seen)
 
     def task_sums(self, labels: Tensor) -> ClassSums:
         return ClassSums(self.sums, self.counts)
@@ -84,21 +70,14 @@ class NearestClassMean(AdditiveMethod, ClosedForm):
     def add_sums(self, sums: ClassSums) -> None:
         sums.add_to(self.sums, self.counts)
 
-    def statistics_parts(self) -> Sequence[AdditiveState]:
-        return (self.means,)
-
-    def solve(self) -> None:
-        pass
-
     def scores(self, features: Tensor) -> Tensor:
         scores = cosines(features, self.sums.frozen)
         return scores.masked_fill((self.counts.frozen == 0).to(scores.device), -1.0)
-
-    def distances(self, features: Tensor) -> Tensor | None:
-        return 1 - self.scores(features)
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.sums.frozen.numel())
 
     def _is_consistent(self) -> bool:
-        return super()._is_consistent() and self.means.is_consistent(self.classes_seen)
+        return super()._is_consistent() and {len(self.sums), len(self.counts)} == {
+            self.classes_seen
+        }

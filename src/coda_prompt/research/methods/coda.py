@@ -130,11 +130,6 @@ class CodaPrompt(PromptMethod):
         opened = [bank.trainable[blocks] for bank in banks if bank.trainable is not None]
         return [rows for rows in (frozen, opened) if rows]
 
-    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
-        """alpha of all components."""
-        weights = [component_weights(queries, *vectors) for _, *vectors in self.rows_of()]
-        return dict(zip(self.blocks, torch.cat(weights, dim=-1), strict=True)) if weights else {}
-
     def penalty(self) -> Tensor:
         """lambda (L(P) + L(K) + L(A)), L(B) = |B B^T - I| (eqs. 6 and 7)."""
         if not self._penalty_weight or self.components.trainable is None:

@@ -6,13 +6,11 @@ https://arxiv.org/abs/2307.02251.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
 
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from coda_prompt.errors import CannotEdit
 from coda_prompt.research.methods.base import Loss, ParameterCount, TaskBrief
 from coda_prompt.research.methods.coda import CodaConfig, CodaPrompt
 from coda_prompt.research.methods.options import STRICT
@@ -37,7 +35,6 @@ class CodaRanPAC(RanPAC):
     variants = MappingProxyType(
         {f"coda-p-{name}": options for name, options in RanPAC.variants.items()}
     )
-    removable_option = None
     closed_form = False
     loss_in_parts = True
     config: CodaRanPACConfig
@@ -84,25 +81,8 @@ class CodaRanPAC(RanPAC):
     def fixed_features(self) -> bool:
         return not self.in_task and len(self.task_sizes) > 0
 
-    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
-        return self.prompts.prompt_weights(queries)
-
     def loss(self, batch: TrainingBatch) -> Loss:
         return self.prompts.loss(batch)
-
-    def drop_classes(self, rows: Sequence[int]) -> None:
-        self.prompts.head.drop_classes(rows)
-        super().drop_classes(rows)
-
-    def unite_classes(self, rows: Sequence[int], into: int) -> None:
-        self.prompts.head.drop_classes([row for row in rows if row != into])
-        super().unite_classes(rows, into)
-
-    def absorb(self, other: CodaRanPAC, rows: Sequence[int]) -> None:
-        raise CannotEdit(
-            "each of these models has learned prompts of its own, and sums of "
-            "differently prompted features do not add up"
-        )
 
     def parameter_count(self) -> ParameterCount:
         prompts = sum(bank.frozen.numel() for bank in self.prompts.prompt_banks.values())

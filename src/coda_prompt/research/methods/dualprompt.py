@@ -80,13 +80,6 @@ class DualPrompt(PromptMethod):
         key_loss = self.config.key_weight * (1 - similarity).sum(dim=(0, 2))
         return self._with_general(list(self.experts.trainable)), key_loss
 
-    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
-        """The cosine to the key of each expert; the expert with the largest is used."""
-        if not len(self.keys):
-            return {}
-        similarity = cosines(queries, self.keys.rows)
-        return dict(zip(self.config.expert_blocks, similarity, strict=True))
-
     def _with_general(self, experts: list[Tensor]) -> Prefixes:
         """Split each prompt (1 or B x L x D) into the prefixes of its block."""
         prefixes = {}

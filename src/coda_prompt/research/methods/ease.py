@@ -44,7 +44,6 @@ class EASE(AdapterMethod):
     variants = MappingProxyType({"ease": {}})
     config: EASEConfig
     learning_rate = 0.025
-    temperature = 0.065
 
     def __init__(self, backbone: ViT, config: EASEConfig) -> None:
         super().__init__(backbone, config)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -81,15 +80,6 @@ class L2P(PromptMethod):
             keys, values = rows[selected].chunk(2, dim=2)  # each B x top x L/2 x D
             prefixes[block] = (keys.flatten(1, 2), values.flatten(1, 2))  # eq. 2
         return prefixes, self.config.key_weight * (1 - nearest.values).sum(dim=(0, 2))
-
-    def prompt_weights(self, queries: Tensor) -> dict[int, Tensor]:
-        """The cosine to the key of each prompt; 0 for those that are not selected."""
-        if not len(self.prompts):
-            return {}
-        similarity = cosines(queries, self.keys.rows)
-        nearest = similarity.topk(self.config.top, dim=-1)
-        weights = torch.zeros_like(similarity).scatter(-1, nearest.indices, nearest.values)
-        return dict(zip(self.blocks, weights, strict=True))
 
     def _is_consistent(self) -> bool:
         sizes = {len(self.prompts), len(self.keys)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_prompt.research.methods.bank import Bank, ClassRows
-from coda_prompt.research.methods.base import Method, TaskBrief, cosines
+from coda_prompt.research.methods.base import Method, TaskBrief
 from coda_prompt.research.seeding import keyed_generator
 from coda_prompt.research.vit.linear import full_precision
 
@@ -74,7 +74,6 @@ class RandomFeatureMethod(Method):
     """Mixin that classifies with `statistics`; list it before the method family in the bases."""
 
     fits = True
-    temperature = 0.1  # scores are between 0 and 1; typical of the values fitted on pocket
     statistics: RandomFeatures
 
     def begin_task(self, brief: TaskBrief) -> None:
@@ -91,11 +90,6 @@ class RandomFeatureMethod(Method):
 
     def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
         self.statistics.fit(features, labels, len(self.task_sizes))
-
-    def distances(self, features: Tensor) -> Tensor | None:
-        statistics = self.statistics
-        means = statistics.sums.frozen / statistics.counts.frozen.clamp(min=1)
-        return 1 - cosines(statistics.hidden(features), means.T)
 
     def _is_consistent(self) -> bool:
         is_seed = 0 <= int(self.statistics.seed) < 2**32

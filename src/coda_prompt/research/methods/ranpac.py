@@ -13,9 +13,8 @@ are not in that paper:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -24,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_prompt.errors import BadOption
-from coda_prompt.research.methods.additive import AdditiveMethod, AdditiveState
 from coda_prompt.research.methods.base import MethodConfig, ParameterCount
 from coda_prompt.research.methods.closedform import ClosedForm
 from coda_prompt.research.methods.options import STRICT
@@ -49,7 +47,7 @@ class RanPACConfig(RidgeConfig):
     """Number of blocks, counted from the last, whose tokens are features; not for `final`."""
 
 
-class RanPAC(AdditiveMethod, RandomFeatureMethod, ClosedForm):
+class RanPAC(RandomFeatureMethod, ClosedForm):
     """RanPAC: ridge regression on random ReLU features of frozen features."""
 
     Config: ClassVar[type[MethodConfig]] = RanPACConfig
@@ -60,7 +58,6 @@ class RanPAC(AdditiveMethod, RandomFeatureMethod, ClosedForm):
             "token-ranpac": {"features": "tokens", "ridge": "relative"},
         }
     )
-    removable_option: ClassVar[tuple[str, Any] | None] = ("blend", "removable")
     config: RanPACConfig
     statistics: RandomRidge
 
@@ -98,19 +95,11 @@ class RanPAC(AdditiveMethod, RandomFeatureMethod, ClosedForm):
 
     # -- statistics
 
-    def task_sums(self, labels: Tensor) -> RidgeSums | None:
-        if self.statistics.factors is not None:
-            return None  # the moments of single classes do not add up over processes
+    def task_sums(self, labels: Tensor) -> RidgeSums:
         return RidgeSums(self.statistics, labels, len(self.task_sizes))
 
     def add_sums(self, sums: RidgeSums) -> None:
         self.statistics.add_sums(sums)
-
-    def statistics_parts(self) -> Sequence[AdditiveState]:
-        return (self.statistics,)
-
-    def solve(self) -> None:
-        self.statistics.solve()
 
     def parameter_count(self) -> ParameterCount:
         return ParameterCount(0, self.statistics.sums.frozen.numel())

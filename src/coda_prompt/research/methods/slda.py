@@ -6,24 +6,25 @@ Hayes and Kanan, CVPR Workshops 2020, https://arxiv.org/abs/1909.01520. The publ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_prompt.research.methods.additive import AdditiveMethod, AdditiveState
-from coda_prompt.research.methods.bank import Bank
-from coda_prompt.research.methods.base import MethodConfig, ParameterCount, TaskBrief, cosines
+from coda_prompt.research.methods.bank import Bank, CPUModule
+from coda_prompt.research.methods.base import MethodConfig, ParameterCount, TaskBrief
 from coda_prompt.research.methods.closedform import ClosedForm
-from coda_prompt.research.methods.moments import FeatureMoments, MomentSums
 from coda_prompt.research.methods.options import STRICT
-from coda_prompt.research.methods.shrinkage import shrink_covariance
+from coda_prompt.research.methods.sums import Chunk, ClassSums
 from coda_prompt.research.vit.linear import full_precision
 from coda_prompt.research.vit.vit import ViT
+from coda_prompt.statistics.classifier import solve_shared
+from coda_prompt.statistics.moments import LessonSums, Moments
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -35,22 +36,71 @@ class StreamingLDAConfig(MethodConfig):
     approximating shrinkage, which falls with the number of images."""
     normalize: bool = True
     """Scale features to unit length."""
-    removable: bool = False
-    """Store the second moments of each class apart, so that it can be forgotten."""
 
 
-class StreamingLDA(AdditiveMethod, ClosedForm):
+class MomentSums(ClassSums):
+    """Counts, sums and second moments of the images of a task, in float64 on the CPU."""
+
+    reduced = MappingProxyType({**ClassSums.reduced, "squares": "sum"})
+
+    def __init__(self, sums: Bank, counts: Bank, scaled: Callable[[Tensor], Tensor]) -> None:
+        """`scaled`: applied to features before they are added."""
+        super().__init__(sums, counts)
+        width = self.sums.shape[1]
+        self.squares, self.scaled = torch.zeros(width, width, dtype=torch.float64), scaled
+
+    def add(self, chunk: Chunk) -> None:
+        features = self.scaled(chunk.features).cpu().double()
+        super().add(chunk._replace(features=features, labels=chunk.labels.cpu()))
+        self.squares.addmm_(features.T, features)
+
+    def arrays(self) -> LessonSums:
+        """Return the same sums as arrays."""
+        lesson = LessonSums(self.sums.shape[1], len(self.counts))
+        lesson.dtype = np.dtype(np.float64)
+        lesson.counts, lesson.sums = self.counts.numpy(), self.sums.numpy()
+        lesson.squares = self.squares.numpy()
+        return lesson
+
+
+class ClassMoments(CPUModule):
+    """The banks of `Moments`, which stay on the CPU in float64, whatever the model is moved to."""
+
+    within: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.counts, self.sums = Bank(dtype=torch.int64), Bank((width,), dtype=torch.float64)
+        self.register_buffer("within", torch.zeros(width, width, dtype=torch.float64))
+
+    def grow(self, classes: int) -> None:
+        """Add classes without images up to `classes`."""
+        self.counts.grow(classes)
+        self.sums.grow(classes)
+
+    @property
+    def value(self) -> Moments:
+        counts, sums = self.counts.frozen.numpy(), self.sums.frozen.numpy()
+        return Moments(counts, sums, self.within.numpy(), None)
+
+    @value.setter
+    def value(self, moments: Moments) -> None:
+        self.counts.frozen, self.sums.frozen, self.within = (
+            torch.from_numpy(array) for array in (moments.counts, moments.sums, moments.within)
+        )
+
+
+class StreamingLDA(ClosedForm):
     """Streaming LDA: class means and one shared covariance of frozen features."""
 
     Config = StreamingLDAConfig
     variants = MappingProxyType({"slda": {}})
-    removable_option = ("removable", True)
     config: StreamingLDAConfig
 
     def __init__(self, backbone: ViT, config: StreamingLDAConfig) -> None:
         super().__init__(backbone, config)
         width = backbone.config.width
-        self.moments = FeatureMoments(width, removable=config.removable)
+        self.moments = ClassMoments(width)
         self.weight, self.bias = Bank((width,)), Bank()
 
     def begin_task(self, brief: TaskBrief) -> None:
@@ -58,43 +108,20 @@ class StreamingLDA(AdditiveMethod, ClosedForm):
         for each in (self.moments, self.weight, self.bias):
             each.grow(self.classes_seen)
 
-    def task_sums(self, labels: Tensor) -> MomentSums | None:
-        if self.config.removable:
-            return None  # the moments of single classes do not add up over processes
-        return MomentSums(self.moments, self._scaled)
+    def task_sums(self, labels: Tensor) -> MomentSums:
+        return MomentSums(self.moments.sums, self.moments.counts, self._scaled)
 
     def add_sums(self, sums: MomentSums) -> None:
-        self.moments.add_sums(sums)
-        self.solve()
-
-    def fit(self, features: Tensor, queries: Tensor | None, labels: Tensor) -> None:
-        self.moments.add(self._scaled(features), labels)
-        self.solve()
-
-    def solve(self) -> None:
-        means = self.moments.means()
-        precision = torch.linalg.inv(
-            shrink_covariance(*self.moments.covariance(), self.config.shrinkage)
-        )
-        weight = means @ precision
-        bias = -(weight * means).sum(1) / 2
-        bias[self.moments.counts.frozen == 0] = -torch.inf
-        self.weight.frozen = weight.to(self.weight.frozen)
-        self.bias.frozen = bias.to(self.bias.frozen)
-
-    def statistics_parts(self) -> Sequence[AdditiveState]:
-        return (self.moments,)
-
-    def move_images(self, features: Tensor, source: int, labels: Tensor) -> None:
-        super().move_images(self._scaled(features), source, labels)
+        self.moments.value = moments = self.moments.value.with_sums(sums.arrays())
+        weight, bias, _ = solve_shared(moments, self.config.shrinkage)
+        bias[moments.counts == 0] = -np.inf
+        self.weight.frozen = torch.from_numpy(weight).to(self.weight.frozen)
+        self.bias.frozen = torch.from_numpy(bias).to(self.bias.frozen)
 
     def scores(self, features: Tensor) -> Tensor:
         features = self._scaled(features.to(self.weight.frozen.dtype))
         with full_precision(features.device):
             return F.linear(features, self.weight.frozen, self.bias.frozen)
-
-    def distances(self, features: Tensor) -> Tensor | None:
-        return 1 - cosines(features, self.moments.means().to(features))
 
     def _scaled(self, features: Tensor) -> Tensor:
         return F.normalize(features, dim=-1) if self.config.normalize else features
@@ -103,6 +130,6 @@ class StreamingLDA(AdditiveMethod, ClosedForm):
         return ParameterCount(0, self.weight.frozen.numel())
 
     def _is_consistent(self) -> bool:
-        rows = {len(self.weight), len(self.bias)}
-        fits = self.moments.is_consistent(self.classes_seen)
-        return super()._is_consistent() and fits and rows == {self.classes_seen}
+        moments = self.moments
+        rows = {len(each) for each in (moments.counts, moments.sums, self.weight, self.bias)}
+        return super()._is_consistent() and rows == {self.classes_seen}

@@ -24,8 +24,6 @@ class Chunk(NamedTuple):
     labels: Tensor
     positions: Tensor
     """The number of each image within the task."""
-    copies: Tensor
-    """Images of the task so far that have exactly the same features, this one included."""
 
 
 class TaskSums(ABC):
@@ -33,8 +31,6 @@ class TaskSums(ABC):
 
     reduced: ClassVar[Mapping[str, str]]
     """Attribute -> how it is reduced over processes: `sum` or `max`."""
-    counts_copies: bool = False
-    """Whether `Chunk.copies` is used; it is 1 otherwise."""
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
@@ -42,12 +38,8 @@ class TaskSums(ABC):
 
     def add_all(self, features: Tensor, labels: Tensor) -> None:
         """Add all images of a task."""
-        copies = torch.ones_like(labels)
-        if self.counts_copies:
-            _, inverse, counts = features.unique(dim=0, return_inverse=True, return_counts=True)
-            copies = counts[inverse]
         positions = torch.arange(len(labels), device=labels.device)
-        whole = (features, labels, positions, copies)
+        whole = (features, labels, positions)
         for parts in zip(*(each.split(CHUNK_SIZE) for each in whole), strict=True):
             self.add(Chunk(*parts))
 

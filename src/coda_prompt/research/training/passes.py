@@ -143,17 +143,11 @@ class Passes:
 
         The sums are reduced over processes in the end.
         """
-        chunks = Chunks(sums, self._all_ranks)
+        chunks = Chunks(sums)
         for batch, features in self._rows(samples, method.features, method):
             chunks.add(features, batch, self.pass_size)
         chunks.flush()
         sums.reduce(self._reduced)
-
-    def _all_ranks(self, hashes: Tensor) -> Tensor:
-        """Return the hashes of all processes; each has as many, some of them zero."""
-        table = hashes.new_zeros(self.fabric.world_size, len(hashes))
-        table[self.fabric.global_rank] = hashes
-        return self._reduced(table, "sum").flatten()
 
     def features_and_queries(
         self, method: Method, samples: Samples

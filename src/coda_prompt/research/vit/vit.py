@@ -348,19 +348,6 @@ class ViT(nn.Module):
 
     forward = features
 
-    def plain_tokens(self, images: Images) -> Tensor:
-        """The class token before the final norm, and how patch tokens vary, without edits, B x 2 D.
-
-        The second half is the standard deviation over the patch tokens that enter the last block.
-        """
-        tokens, projected, first = self._entered(images)
-        last = len(self.blocks) - 1
-        if first < last:
-            tokens, projected = self.run(tokens, range(first, last), projected=projected), None
-        patches = tokens[:, 1 + self.config.registers :]
-        class_token = self.run(tokens, [last], projected=projected)[:, 0]
-        return torch.cat([class_token, patches.std(dim=1)], dim=1)
-
     def pooled_features(self, images: Images, last: int, edits: Edits | None = None) -> Tensor:
         """The final-norm class token and mean patch token after each of the last blocks.
 
