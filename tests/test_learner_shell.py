@@ -23,11 +23,16 @@ from coda_prompt import ContinualClassifier
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.posix  # the session runs in a shell, in a folder with a symbolic link
 PAGE = (ROOT / "docs" / "guide" / "your-own-images.md").read_text("utf-8")
+EXPORT = (ROOT / "docs" / "guide" / "export.md").read_text("utf-8")
 
 
 def block(kind: str, containing: str) -> str:
     """The code block of this kind with these words in it."""
-    found = [text for text in re.findall(rf"```{kind}\n(.*?)```", PAGE, re.S) if containing in text]
+    found = [
+        text
+        for text in re.findall(rf"```{kind}\n(.*?)```", PAGE + EXPORT, re.S)
+        if containing in text
+    ]
     assert len(found) == 1
     return str(found[0])
 

@@ -135,7 +135,7 @@ def test_quiet_edits_print_nothing(folder: Path, tmp_path: Path) -> None:
 def test_bad_choices_are_named_without_words_of_a_library(tmp_path: Path) -> None:
     refused = coda("learn", "m", "images", "--method", "rnapac", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "'rnapac' is not one of 'ranpac', 'slda'" in " ".join(refused.stderr.split())
+    assert "'rnapac' is not one of 'auto', 'ranpac'" in " ".join(refused.stderr.split())
     assert "Value error" not in refused.stderr
 
 

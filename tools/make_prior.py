@@ -4,7 +4,8 @@
     python tools/make_prior.py --package DIR   # uses an unpacked one
 
 Class means and shared covariance of what the unknown score reads (`EncodedImage.plain`) over the
-245 classes that `pretrain_pocket.py` trains on, rendered in the styles of the benchmark. The benchmark's 100 classes
+245 classes that `pretrain_pocket.py` trains on, rendered in the styles of the benchmark. The
+benchmark's 100 classes
 have no part in them.
 """
 

@@ -150,17 +150,17 @@ def onnx_graph(model: LearnedModel) -> bytes:
 
 def _read_images_as_pixels(graph: GraphProto) -> None:
     """Let what reads `pixels` read the input of the network."""
-    kept = [each for each in graph.input if each.name != "pixels"]
+    kept, images = [each for each in graph.input if each.name != "pixels"], graph.input[0].name
     if len(kept) < len(graph.input):
         del graph.input[:]
         graph.input.extend(kept)
         for node in graph.node:
-            node.input[:] = ["images" if name == "pixels" else name for name in node.input]
+            node.input[:] = [images if name == "pixels" else name for name in node.input]
 
 
 def _shaped(name: str, encoder: Encoder) -> str:
     """Return the declaration of an input for the pixels of an encoder of one network."""
-    (pixels,) = encoder.pixels
+    pixels = encoder.pixels[0]
     return f"float[1, {pixels.channels}, {pixels.size}, {pixels.size}] {name}"
 
 

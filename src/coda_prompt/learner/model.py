@@ -276,7 +276,7 @@ class LearnedModel:
             description.method,
             options,
             encoder,
-            made_with,
+            _recorded(encoder, made_with),
             classifier,
             detector,
             hashes,
@@ -309,6 +309,13 @@ def _empty_classifier(method: str, encoder: Encoder, options: Options) -> Classi
     if chosen.features == "unit":  # as those of an encoder are: moments are shared bit for bit
         chosen = replace(chosen, features="plain")
     return Classifier.empty(chosen, encoder.width)
+
+
+def _recorded(encoder: Encoder, made_with: BackboneRecord) -> BackboneRecord:
+    """Return the record of an encoder, whose file may have moved since a model was made."""
+    if encoder.path is None:
+        return made_with
+    return made_with.model_copy(update={"path": str(encoder.path.absolute())})
 
 
 def _shared_arrays(classifier: Classifier, method: str, encoder: Encoder) -> set[str]:

@@ -24,7 +24,7 @@ from coda_prompt.research.training.devices import Devices
 from coda_prompt.research.training.engine import Engine
 from coda_prompt.research.training.loading import Views
 from coda_prompt.research.training.settings import Event, Training
-from coda_prompt.research.vit.catalog import load_backbone
+from coda_prompt.research.vit.catalog import CATALOG, load_backbone
 from coda_prompt.storage.files import as_json
 
 METHOD = "coda-p"
@@ -55,7 +55,7 @@ def train(model: LearnedModel, taught: Taught, options: LessonOptions) -> dict[s
     if not model.encoder.can_prompt:
         problem = f"{model.method} needs one ViT with prompts, such as photo-vit or pocket"
         raise BadOption("the classifier", "backbone", problem)
-    backbone = load_backbone(model.backbone.name)
+    backbone = load_backbone(_backbone_text(model))
     drawings = model.backbone.kind == "drawing"
     method = methods.make(METHOD, backbone.vit)
     if model.trained:
@@ -91,6 +91,14 @@ def train(model: LearnedModel, taught: Taught, options: LessonOptions) -> dict[s
     if model.additive:
         return {f"{name}.frozen": state[f"{name}.frozen"] for name in PROMPT_NAMES}
     return state
+
+
+def _backbone_text(model: LearnedModel) -> str:
+    """Return how `load_backbone` is asked for the weights that the encoder was made from."""
+    name, path = model.backbone.name, model.encoder.path
+    if path is None:
+        return name
+    return f"{name}={path}" if name.partition("@")[0] in CATALOG else str(path)
 
 
 def _checkpointer(

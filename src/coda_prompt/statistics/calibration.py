@@ -73,30 +73,31 @@ class Discriminant:
         - Real images are more often far from their class, as in Student's t distribution.
         """
         count, width = self.means.shape
-        products = self.weight @ self.means.T
+        generator = keyed_generator(0, "samples for the temperature")
+        # Sorted by a projection of their means: the order of learning must not decide on samples.
+        order = np.argsort(self.means @ generator.standard_normal(width))
+        means, weight, counts = self.means[order], self.weight[order], self.counts[order]
+        products = weight @ means.T
         distance = (width - self.ridge * self.trace) / self.own  # tr(P S)
         fitted = min(0.99, self.own * distance / self.freedom)
-        within = (products - self.ridge * self.weight @ self.weight.T) / self.own  # M P S P M^T
+        within = (products - self.ridge * weight @ weight.T) / self.own  # M P S P M^T
         values, vectors = np.linalg.eigh((within + within.T) / 2)
         factor = vectors * (np.sqrt(np.maximum(values, 0)) / (1 - fitted))
 
         centred = products - products.mean(axis=0)
         centred -= centred.mean(axis=1, keepdims=True)
         values, vectors = np.linalg.eigh((centred + centred.T) / 2)
-        noise = (1 / self.counts).mean() * distance / (1 - fitted)
+        noise = (1 / counts).mean() * distance / (1 - fitted)
         noise *= (count - 1) / min(count - 1, width)
         kept = np.maximum(values - noise, 0) / np.maximum(values, max(values[-1], 1e-300) * 1e-9)
         shrinking = (vectors * kept) @ vectors.T
         shrinking -= shrinking.mean(axis=1, keepdims=True)
         expected = shrinking @ products + products.mean(axis=0)
 
-        generator = keyed_generator(0, "samples for the temperature")
-        # Sorted by a projection of their means: the order of learning must not decide on samples.
-        order = np.argsort(self.means @ generator.standard_normal(width))
-        labels = order[np.arange(SAMPLES) * count // SAMPLES]
+        labels = np.arange(SAMPLES) * count // SAMPLES
         scale = np.sqrt(generator.gamma(TAIL / 2, 2 / TAIL, (SAMPLES, 1)))
         deviations = generator.standard_normal((SAMPLES, count)) @ factor.T / scale
-        return expected[labels] + deviations, labels
+        return (expected[labels] + deviations)[:, np.argsort(order)], order[labels]
 
 
 def expected_temperature(discriminant: Discriminant, default: float) -> float:
