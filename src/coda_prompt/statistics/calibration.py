@@ -4,7 +4,9 @@ Guo et al., "On Calibration of Modern Neural Networks", ICML 2017 (https://arxiv
 
 The temperature of a closed-form classifier follows from its statistics (`expected_temperature`), so
 that it is the same however they came about: in one lesson or several, by merging models, or by
-forgetting a class. That of other methods is fitted on the held-out images of each lesson.
+forgetting a class. Where classes have more than a few images, it is corrected by likelihoods that
+add up too: of each image of a lesson as if it had never been learned, at temperatures around the
+expected one. That of other methods is fitted on the held-out images of each lesson.
 docs/lab/calibration.md has measurements.
 """
 
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coda_prompt.seeding import keyed_generator
-from coda_prompt.statistics.algebra import Array
+from coda_prompt.statistics.algebra import Array, unit
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 BINS = 10
@@ -31,10 +33,18 @@ TYPICAL_CLASSES, CLASSES_EXPONENT = 100, 0.3
 """With more classes than these, more of them resemble each other than samples tell."""
 ONE_IMAGE = 0.3
 """By how much the means of single images deviate more than samples tell."""
+STEPS = np.linspace(-1.5, 1.5, 31)
+"""Logarithms of temperatures, less that of the expected one, at which likelihoods are stored."""
+FEW_IMAGES = 5
+"""An image that is left out makes a class of so many images too different."""
+MAX_LEFT_OUT = 1000
+"""Images of a lesson that are left out in turn."""
 
 VARIANCE_SHARE, SINGLE_IMAGE = 0.03, 0.018
 """Temperature of class means of many images, as a share of the variance of images, and how much is
 added if they are single images."""
+RESEMBLANCE, MAX_MEANS_TEMPERATURE = 55, 0.25
+"""At least so much times the cube of `resemblance`, which is large for drawings, up to a limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +66,13 @@ class Discriminant:
     ridge: float
     trace: float
     """Of P."""
-    scores: Callable[[Array], Array]
-    """Computes the scores of the classifier from the products."""
+    whiten: Callable[[Array], Array]
+    """Transforms features, so that their products are x P x."""
+    scores: Callable[[Array, Array], Array]
+    """Computes the scores of the classifier from products and from m P m, N x classes."""
 
     def sample(self) -> tuple[Array, Array]:
-        """Sample the products of new images, and their classes.
+        """Sample the scores of new images, and their classes.
 
         Three things make new images harder to classify than those that were learned:
 
@@ -82,7 +94,8 @@ class Discriminant:
         fitted = min(0.99, self.own * distance / self.freedom)
         within = (products - self.ridge * weight @ weight.T) / self.own  # M P S P M^T
         values, vectors = np.linalg.eigh((within + within.T) / 2)
-        factor = vectors * (np.sqrt(np.maximum(values, 0)) / (1 - fitted))
+        spread = np.sqrt(np.maximum(values, 0)) / (1 - fitted)
+        factor = (vectors * spread) @ vectors.T  # unlike a triangle, it has no order of classes
 
         centred = products - products.mean(axis=0)
         centred -= centred.mean(axis=1, keepdims=True)
@@ -97,7 +110,62 @@ class Discriminant:
         labels = np.arange(SAMPLES) * count // SAMPLES
         scale = np.sqrt(generator.gamma(TAIL / 2, 2 / TAIL, (SAMPLES, 1)))
         deviations = generator.standard_normal((SAMPLES, count)) @ factor.T / scale
-        return (expected[labels] + deviations)[:, np.argsort(order)], order[labels]
+        sampled = (expected[labels] + deviations)[:, np.argsort(order)]
+        return self.scores(sampled, (self.weight * self.means).sum(axis=1)), order[labels]
+
+    def left_out(self, features: Array, labels: Array) -> Array:
+        """Compute the scores of learned images as if each had never been learned, N x classes.
+
+        Without an image, P^-1 loses u u^T: P becomes P + P u u^T P / (1 - u P u) (Sherman and
+        Morrison), and the mean of its class changes.
+        """
+        white, means = self.whiten(features), self.whiten(self.means)
+        deviations, images = white - means[labels], self.counts[labels]
+        share = self.own / self.freedom * images / (images - 1)
+        removed = deviations * np.sqrt(share)[:, None]  # u
+        factors = 1 / (1 - np.minimum(0.99, np.square(removed).sum(axis=1)))
+        along = removed @ means.T
+        across = factors * (white * removed).sum(axis=1)
+        products = white @ means.T + across[:, None] * along
+        squares = np.square(means).sum(axis=1) + factors[:, None] * np.square(along)
+        # The mean of its own class is m - d / (n - 1).
+        rows, lengths = np.arange(len(labels)), np.square(deviations).sum(axis=1)
+        own = np.sqrt(share) * lengths  # u d
+        change = (white * deviations).sum(axis=1) + across * own
+        products[rows, labels] -= change / (images - 1)
+        change = (means[labels] * deviations).sum(axis=1) + factors * along[rows, labels] * own
+        change = (lengths + factors * own**2) / (images - 1) - 2 * change
+        squares[rows, labels] += change / (images - 1)
+        return self.scores(products, squares)
+
+    def likelihoods(
+        self,
+        features: Array,
+        labels: Array,
+        temperature: float,
+        mapping: Callable[[Array], Array],
+    ) -> Array:
+        """Return the negative log-likelihood of learned images of each class, classes x `STEPS`.
+
+        Args:
+            features: One row for each image of a lesson.
+            labels: Their classes.
+            temperature: The expected one.
+            mapping: Applied to the features of those that are left out in turn.
+        """
+        result = np.zeros((len(self.counts), len(STEPS)))
+        usable = np.flatnonzero(self.counts[labels] > FEW_IMAGES)
+        if len(self.counts) < 2 or not len(usable):
+            return result
+        count = min(len(usable), MAX_LEFT_OUT)
+        chosen = usable[np.arange(count) * len(usable) // count]
+        labels = labels[chosen]
+        scores = self.left_out(mapping(features[chosen]).astype(np.float64), labels)
+        weights = (1 - FEW_IMAGES / self.counts[labels]) * len(usable) / count
+        for step, change in enumerate(STEPS):
+            losses = negative_likelihoods(scores, labels, temperature * math.exp(change))
+            result[:, step] = np.bincount(labels, losses * weights, minlength=len(result))
+        return result
 
 
 def expected_temperature(discriminant: Discriminant, default: float) -> float:
@@ -110,8 +178,7 @@ def expected_temperature(discriminant: Discriminant, default: float) -> float:
     classes, freedom = len(discriminant.counts), discriminant.freedom
     if classes < 2 or not freedom or discriminant.own <= 0:
         return default
-    products, labels = discriminant.sample()
-    temperature = fit_temperature(discriminant.scores(products), labels, default)
+    temperature = fit_temperature(*discriminant.sample(), default)
     temperature *= (classes / TYPICAL_CLASSES) ** CLASSES_EXPONENT
     temperature *= 1 + ONE_IMAGE * float((1 / discriminant.counts).mean())
     weight = freedom / (freedom + PRIOR_IMAGES)
@@ -119,10 +186,21 @@ def expected_temperature(discriminant: Discriminant, default: float) -> float:
     return min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
 
+def corrected_temperature(expected: float, likelihoods: Array) -> float:
+    """Return the temperature near an expected one that fits left-out images best.
+
+    Args:
+        expected: The expected temperature.
+        likelihoods: The sum of what `Discriminant.likelihoods` returned for lessons.
+    """
+    losses = likelihoods.sum(axis=0) + PRIOR_IMAGES * STEPS**2
+    return expected * math.exp(float(STEPS[losses.argmin()]))
+
+
 def means_temperature(means: Array, counts: Array) -> float:
     """Return the temperature of products of features of unit length with class means.
 
-    Nothing is known of the covariance within classes. Fitted to photographs.
+    Nothing is known of the covariance within classes. Fitted to photographs and drawings.
 
     Args:
         means: Of the features of each class, classes x D.
@@ -131,7 +209,17 @@ def means_temperature(means: Array, counts: Array) -> float:
     pairs = len(means) * (len(means) - 1)
     products = np.square(means.sum(axis=0)).sum() - np.square(means).sum()
     variance = max(0.1, 1 - float(products) / max(1, pairs))
-    return VARIANCE_SHARE * variance + SINGLE_IMAGE * float((1 / counts).mean())
+    typical = VARIANCE_SHARE * variance + SINGLE_IMAGE * float((1 / counts).mean())
+    least = RESEMBLANCE * resemblance(means) ** 3
+    return max(typical, min(least, MAX_MEANS_TEMPERATURE))
+
+
+def resemblance(means: Array) -> float:
+    """Return how far the cosines of pairs of classes are from their mean, about 1 / sqrt(D)."""
+    rows = unit(means)
+    products = (rows - rows.mean(axis=0)) @ (rows - rows.mean(axis=0)).T
+    others = np.square(products).sum() - np.square(products.diagonal()).sum()
+    return math.sqrt(float(others) / max(1, len(means) * (len(means) - 1)))
 
 
 def fit_temperature(logits: Array, labels: Array, default: float) -> float:
@@ -149,21 +237,26 @@ def fit_temperature(logits: Array, labels: Array, default: float) -> float:
         default: The temperature to use without images.
     """
     weight, prior = PRIOR_IMAGES / len(labels), math.log(default)
-    # Relative to the correct class, the likelihood is that of the logit 0.
-    logits = logits - np.take_along_axis(logits, labels[:, None], axis=1)
-    largest = logits.max(axis=1)
     low, high = math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)
     ratio = (math.sqrt(5) - 1) / 2
 
     def loss(point: float) -> float:
-        scaled, most = logits / math.exp(point), largest / math.exp(point)
-        each = most + np.log(np.exp(scaled - most[:, None]).sum(axis=1))
-        return float(each.mean()) + weight * (point - prior) ** 2
+        likelihood = negative_likelihoods(logits, labels, math.exp(point)).mean()
+        return float(likelihood) + weight * (point - prior) ** 2
 
     while high - low > 1e-6:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, right) if loss(left) <= loss(right) else (left, high)
     return math.exp((low + high) / 2)
+
+
+def negative_likelihoods(logits: Array, labels: Array, temperature: float) -> Array:
+    """Return the negative log-likelihood of each image."""
+    scaled = logits / temperature
+    scaled = scaled - scaled.max(axis=1, keepdims=True)
+    right = np.take_along_axis(scaled, labels[:, None], axis=1)[:, 0]
+    losses: Array = np.log(np.exp(scaled).sum(axis=1)) - right
+    return losses
 
 
 def softmax(logits: Array, temperature: float = 1.0) -> Array:

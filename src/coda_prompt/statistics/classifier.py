@@ -22,20 +22,32 @@ from numpy.linalg import LinAlgError
 from numpy.typing import NDArray
 
 from coda_prompt.errors import CannotEdit, CorruptFile
-from coda_prompt.statistics.algebra import Array, Arrays, checked, inverse_factor, unit
+from coda_prompt.statistics.algebra import (
+    Array,
+    Arrays,
+    checked,
+    grown_rows,
+    inverse_factor,
+    other_rows,
+    unit,
+)
 from coda_prompt.statistics.calibration import (
+    MAX_MEANS_TEMPERATURE,
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
+    STEPS,
     Discriminant,
+    corrected_temperature,
     expected_temperature,
     means_temperature,
+    resemblance,
 )
 from coda_prompt.statistics.features import FeatureMap
 from coda_prompt.statistics.moments import Moments, oracle_shrinkage, shrink_covariance
 from coda_prompt.statistics.ridge import add_blended, solve_ridge
 
-SOLVED = ("weight", "bias", "temperature")
-"""Arrays of a classifier that follow from the others."""
+OWN = ("weight", "bias", "likelihoods", "temperature")
+"""Arrays of a classifier besides its moments."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,8 @@ OPTIONS: Mapping[str, ClassifierOptions] = MappingProxyType(
         "ncm": ClassifierOptions("plain", "none"),
     }
 )
-RIDGE_TEMPERATURE = 0.05
-"""Of a ridge regression on one image of each class."""
+RIDGE_TEMPERATURE, RIDGE_RESEMBLANCE = 0.05, 170
+"""Temperature of a ridge regression on single images: at least this; times `resemblance` cubed."""
 ABSENT = MappingProxyType({"none": -1.0, "shared": -np.inf, "ridge": 0.0})
 """By covariance: the score of a class without images."""
 
@@ -96,6 +108,8 @@ class Classifier:
     """Classes x mapped features: scores are products with it."""
     bias: NDArray[np.float64]
     """Added to the scores of each class."""
+    likelihoods: NDArray[np.float32]
+    """Of images left out in their lesson, classes x temperatures; see `corrected_temperature`."""
     temperature: float
     """Divides the scores before they become probabilities."""
 
@@ -114,8 +128,8 @@ class Classifier:
         mapping = FeatureMap(options.features, feature_width, width, options.seed, projection)
         second = options.covariance != "none"
         moments = Moments.empty(width, options.removable, second)
-        weight, bias, temperature = _solve(moments, options)
-        return cls(options, mapping, moments, weight.astype(np.float32), bias, temperature)
+        weight, likelihoods = np.zeros((0, width), np.float32), _no_likelihoods(0)
+        return cls(options, mapping, moments, weight, np.zeros(0), likelihoods, 1.0)
 
     @property
     def classes(self) -> int:
@@ -151,16 +165,23 @@ class Classifier:
         """
         moments, options = self.moments.grown(classes), self.options
         if options.covariance == "ridge" and options.blend:
-            return self._solved(add_blended(moments, self.mapping, features, labels))
-        return self._solved(moments.added(features, labels, self.mapping))
+            moments = add_blended(moments, self.mapping, features, labels)
+        else:
+            moments = moments.added(features, labels, self.mapping)
+        likelihoods = grown_rows(self.likelihoods, classes)
+        return self._solved(moments, likelihoods, (features, labels))
 
     def without_classes(self, rows: Sequence[int]) -> Classifier:
         """Remove classes; later classes move up. Shared sums lose what can be told apart."""
-        return self._solved(self.moments.without_classes(rows))
+        kept = other_rows(self.classes, rows)
+        return self._solved(self.moments.without_classes(rows), self.likelihoods[kept])
 
     def united(self, rows: Sequence[int], into: int) -> Classifier:
         """Add up the classes at `rows` in row `into`, one of them, and remove the others."""
-        return self._solved(self.moments.united(rows, into))
+        likelihoods = self.likelihoods.copy()
+        likelihoods[into] = likelihoods[list(rows)].sum(axis=0)
+        kept = other_rows(self.classes, [row for row in rows if row != into])
+        return self._solved(self.moments.united(rows, into), likelihoods[kept])
 
     def joined(self, other: Classifier, rows: Sequence[int]) -> Classifier:
         """Add what another classifier has learned; `rows[k]` is the row here of its class k.
@@ -172,20 +193,39 @@ class Classifier:
             raise CannotEdit("the models were made with different methods or options")
         if self.options.features == "random" and other.options.seed != self.options.seed:
             raise CannotEdit("the models have different random features; use one seed for both")
-        return self._solved(self.moments.joined(other.moments, rows))
+        moments = self.moments.joined(other.moments, rows)
+        likelihoods = grown_rows(self.likelihoods, len(moments.counts))
+        np.add.at(likelihoods, list(rows), other.likelihoods)
+        return self._solved(moments, likelihoods)
 
     def moved(self, features: Array, source: int, labels: Array) -> Classifier:
         """Move images from the class in row `source` to the classes in rows `labels`."""
-        return self._solved(self.moments.moved(self.mapping(features), source, labels))
+        moments = self.moments.moved(self.mapping(features), source, labels)
+        return self._solved(moments, self.likelihoods)
 
-    def _solved(self, moments: Moments) -> Classifier:
+    def _solved(
+        self, moments: Moments, likelihoods: Array, lesson: tuple[Array, Array] | None = None
+    ) -> Classifier:
         """Return the classifier that follows from moments.
 
+        Args:
+            moments: Of the mapped features.
+            likelihoods: Of images left out in earlier lessons.
+            lesson: The features and rows of images that were learned now.
+
         Raises:
-            CorruptFile: They contradict each other.
+            CorruptFile: The moments contradict each other.
         """
+        seen = np.flatnonzero(moments.counts)
         try:
-            weight, bias, temperature = _solve(moments, self.options)
+            weight, bias, temperature, found = _solve(moments, self.options)
+            if found is not None:
+                temperature = expected_temperature(found, temperature)
+            # They would tell of classes that were known then, and are forgotten later.
+            if found is not None and lesson is not None and not self.options.removable:
+                features, labels = lesson
+                rows, likelihoods = np.searchsorted(seen, labels), likelihoods.copy()
+                likelihoods[seen] += found.likelihoods(features, rows, temperature, self.mapping)
         except LinAlgError as error:
             raise CorruptFile("The model", "its statistics contradict each other") from error
         return replace(
@@ -193,7 +233,8 @@ class Classifier:
             moments=moments,
             weight=weight.astype(np.float32),
             bias=bias,
-            temperature=temperature,
+            likelihoods=likelihoods,
+            temperature=corrected_temperature(temperature, likelihoods),
         )
 
     # -- storage
@@ -201,7 +242,8 @@ class Classifier:
     def arrays(self) -> dict[str, Array]:
         """Return the arrays to store, with the weights: predicting solves nothing."""
         arrays = {**self.moments.arrays(), "weight": self.weight, "bias": self.bias}
-        return {**arrays, "temperature": np.array([self.temperature])}
+        solved = {"likelihoods": self.likelihoods, "temperature": np.array([self.temperature])}
+        return arrays | solved
 
     @classmethod
     def of_arrays(
@@ -216,32 +258,48 @@ class Classifier:
         width, removable = empty.mapping.width, options.removable
         weight = checked(arrays, "weight", (classes, width), np.float32)
         bias = checked(arrays, "bias", (classes,), np.float64)
+        likelihoods = checked(arrays, "likelihoods", _no_likelihoods(classes).shape, np.float32)
         temperature = float(checked(arrays, "temperature", (1,), np.float64)[0])
         if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise ValueError(f"'temperature' is {temperature}")
-        sums = {name: array for name, array in arrays.items() if name not in SOLVED}
+        sums = {name: array for name, array in arrays.items() if name not in OWN}
         moments = Moments.of_arrays(sums, width, removable, options.covariance != "none")
         if not moments.is_consistent(classes):
             raise ValueError(f"the arrays have {len(moments.counts)} classes, not {classes}")
-        return replace(empty, moments=moments, weight=weight, bias=bias, temperature=temperature)
+        return replace(
+            empty,
+            moments=moments,
+            weight=weight,
+            bias=bias,
+            likelihoods=likelihoods,
+            temperature=temperature,
+        )
 
 
-def _solve(moments: Moments, options: ClassifierOptions) -> tuple[Array, Array, float]:
-    """Return the weights, classes x features, the bias of each class, and the temperature."""
+def _no_likelihoods(classes: int) -> NDArray[np.float32]:
+    return np.zeros((classes, len(STEPS)), np.float32)
+
+
+def _solve(
+    moments: Moments, options: ClassifierOptions
+) -> tuple[Array, Array, float, Discriminant | None]:
+    """Return the weights, classes x features, the bias of each class, and a temperature.
+
+    The temperature is that of single images; the expected one follows from the discriminant.
+    """
     means, counts = moments.means(), moments.counts
     bias, rows = np.zeros(len(means)), np.flatnonzero(counts)
     if not len(rows):
-        return np.zeros_like(means), bias, 1.0
+        return np.zeros_like(means), bias, 1.0, None
     default = means_temperature(means[rows], counts[rows])
     if options.covariance == "none":
-        return unit(means), bias, default
+        return unit(means), bias, default, None
     if options.covariance == "ridge":
         weight, found = solve_ridge(moments, options.ridge, balance=options.balance)
-        default = RIDGE_TEMPERATURE
-    else:
-        weight, bias, found = solve_shared(moments, options.shrinkage)
-        default *= found.trace / weight.shape[1]
-    return weight, bias, default if found is None else expected_temperature(found, default)
+        least = min(RIDGE_RESEMBLANCE * resemblance(means[rows]) ** 3, MAX_MEANS_TEMPERATURE)
+        return weight, bias, max(RIDGE_TEMPERATURE, least), found
+    weight, bias, found = solve_shared(moments, options.shrinkage)
+    return weight, bias, default * found.trace / weight.shape[1], found
 
 
 def solve_shared(
@@ -276,6 +334,7 @@ def solve_shared(
         own=1 - shrinkage,
         ridge=shrinkage * float(np.trace(covariance)) / len(covariance),
         trace=float(np.vdot(inverse, inverse)),
-        scores=lambda products: products + bias[rows],
+        whiten=lambda each: each @ inverse.T,
+        scores=lambda products, squares: products - squares / 2,
     )
     return weight, bias, discriminant

@@ -65,14 +65,13 @@ def solve_ridge(
     solved: NDArray[np.float64] = (targets @ inverse.T) @ inverse
     if not balance or ridge != "relative":
         return solved, None
-    spread = float(np.vdot(inverse, inverse))
-    factors = _compensation(counts, targets, solved, value * spread)
-    discriminant = _discriminant(moments, solved, factors, value, spread)
+    factors = _compensation(counts, targets, solved, value * float(np.vdot(inverse, inverse)))
+    discriminant = _discriminant(moments, inverse, solved, factors, value)
     return solved * factors[:, None], discriminant
 
 
 def _discriminant(
-    moments: Moments, solved: Array, factors: Array, ridge: float, spread: float
+    moments: Moments, inverse: Array, solved: Array, factors: Array, ridge: float
 ) -> Discriminant:
     """Return what the temperature of the probabilities of a balanced regression follows from.
 
@@ -81,27 +80,27 @@ def _discriminant(
 
     Args:
         moments: Of the random features.
+        inverse: The inverse of the Cholesky factor of A.
         solved: The means times A^-1, classes x projected.
         factors: Multiply the scores of each class.
         ridge: r.
-        spread: tr(A^-1).
     """
     rows = np.flatnonzero(moments.counts)
     counts, means, solved = moments.counts[rows], moments.means()[rows], solved[rows]
     remaining = np.eye(len(rows)) - solved @ means.T
     weight = np.linalg.solve(remaining, solved)
+    beyond = inverse_factor((remaining + remaining.T) / 2)
     freedom = int((counts - 1).sum())
-    trace = spread + float(np.vdot(weight, solved))
-    own = freedom / float(counts.mean())
     return Discriminant(
         means,
         weight,
         counts,
         freedom,
-        own,
-        ridge,
-        trace,
-        lambda products: products @ remaining.T * factors[rows],
+        own=freedom / float(counts.mean()),
+        ridge=ridge,
+        trace=float(np.vdot(inverse, inverse) + np.vdot(weight, solved)),
+        whiten=lambda each: np.concatenate([each @ inverse.T, each @ solved.T @ beyond.T], axis=1),
+        scores=lambda products, _: products @ remaining.T * factors[rows],
     )
 
 
