@@ -44,9 +44,6 @@ PROMPTED = frozenset({"coda-p", "coda-p-ranpac"})
 """Methods that train prompts: in every lesson, and in the first one."""
 MAX_SUM, MAX_COUNT = 1e16, 2**40
 """Largest numbers in a model: products of two sums are finite in float32, sums of counts exact."""
-DRAWINGS, SINGLE_DRAWINGS = 1.3, 4.0
-"""Factors of the temperature for drawings, whose classes vary more than their statistics say; the
-second one if each class has one image. docs/lab/calibration.md has the measurements."""
 CONTRADICTION = "its statistics contradict each other"
 
 
@@ -183,9 +180,6 @@ class LearnedModel:
         fits = [(task.temperature, task.fitted_on) for task in self.tasks]
         if self.method in PROMPTED:
             return replace(self, temperature=calibration.merge_temperatures(fits, default))
-        if self.backbone.kind == "drawing":
-            several = self.detector.moments.counts.max(initial=0) > 1
-            default *= DRAWINGS if several else SINGLE_DRAWINGS
         return replace(self, temperature=default)
 
     def with_lessons(
