@@ -1,9 +1,13 @@
 """Shared fixtures: tiny ViTs and small real data; one thread per process."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import json
 import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of NumPy, before it is imported: results depend on it
+
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
