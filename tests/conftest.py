@@ -1,6 +1,5 @@
 """Shared fixtures: tiny ViTs and small real data; one thread per process."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import os
