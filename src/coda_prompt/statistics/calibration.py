@@ -24,7 +24,7 @@ from coda_prompt.statistics.algebra import Array, unit
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 BINS = 10
 PRIOR_IMAGES = 10
-"""Number of images that weigh as much as the default temperature in a fit; as much as `freedom`."""
+"""Number of images that weigh as much as the default temperature."""
 SAMPLES = 2048
 """Images sampled by `expected_temperature`."""
 TAIL = 3
@@ -70,6 +70,8 @@ class Discriminant:
     """Transforms features, so that their products are x P x."""
     scores: Callable[[Array, Array], Array]
     """Computes the scores of the classifier from products and from m P m, N x classes."""
+    prior_images: int = PRIOR_IMAGES
+    """Number of images that weigh as much as the temperature of single images."""
 
     def sample(self) -> tuple[Array, Array]:
         """Sample the scores of new images, and their classes.
@@ -181,7 +183,7 @@ def expected_temperature(discriminant: Discriminant, default: float) -> float:
     temperature = fit_temperature(*discriminant.sample(), default)
     temperature *= (classes / TYPICAL_CLASSES) ** CLASSES_EXPONENT
     temperature *= 1 + ONE_IMAGE * float((1 / discriminant.counts).mean())
-    weight = freedom / (freedom + PRIOR_IMAGES)
+    weight = freedom / (freedom + discriminant.prior_images)
     temperature = temperature**weight * default ** (1 - weight)
     return min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 

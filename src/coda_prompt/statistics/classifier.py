@@ -163,13 +163,16 @@ class Classifier:
             labels: The row of the class of each image.
             classes: Number of classes after the lesson.
         """
-        moments, options = self.moments.grown(classes), self.options
+        options = self.options
+        lesson = Moments.empty(self.mapping.width, options.removable, options.covariance != "none")
+        lesson = lesson.grown(classes)
         if options.covariance == "ridge" and options.blend:
-            moments = add_blended(moments, self.mapping, features, labels)
+            lesson = add_blended(lesson, self.mapping, features, labels)
         else:
-            moments = moments.added(features, labels, self.mapping)
+            lesson = lesson.added(features, labels, self.mapping)
         likelihoods = grown_rows(self.likelihoods, classes)
-        return self._solved(moments, likelihoods, (features, labels))
+        likelihoods += self._left_out(lesson, features, labels)
+        return self._solved(self.moments.joined(lesson, range(classes)), likelihoods)
 
     def without_classes(self, rows: Sequence[int]) -> Classifier:
         """Remove classes; later classes move up. Shared sums lose what can be told apart."""
@@ -203,31 +206,28 @@ class Classifier:
         moments = self.moments.moved(self.mapping(features), source, labels)
         return self._solved(moments, self.likelihoods)
 
-    def _solved(
-        self, moments: Moments, likelihoods: Array, lesson: tuple[Array, Array] | None = None
-    ) -> Classifier:
-        """Return the classifier that follows from moments.
+    def _left_out(self, lesson: Moments, features: Array, labels: Array) -> Array:
+        """Return the likelihoods of images left out of a classifier of their lesson alone.
 
-        Args:
-            moments: Of the mapped features.
-            likelihoods: Of images left out in earlier lessons.
-            lesson: The features and rows of images that were learned now.
-
-        Raises:
-            CorruptFile: The moments contradict each other.
+        So they are the same whatever was learned before, or is joined later. A removable classifier
+        has none: they would tell of classes of the lesson that are forgotten later.
         """
-        seen = np.flatnonzero(moments.counts)
-        try:
-            weight, bias, temperature, found = _solve(moments, self.options)
-            if found is not None:
-                temperature = expected_temperature(found, temperature)
-            # They would tell of classes that were known then, and are forgotten later.
-            if found is not None and lesson is not None and not self.options.removable:
-                features, labels = lesson
-                rows, likelihoods = np.searchsorted(seen, labels), likelihoods.copy()
-                likelihoods[seen] += found.likelihoods(features, rows, temperature, self.mapping)
-        except LinAlgError as error:
-            raise CorruptFile("The model", "its statistics contradict each other") from error
+        result = _no_likelihoods(len(lesson.counts))
+        if self.options.removable:
+            return result
+        found, default = self._found(lesson)[2:]
+        if found is not None:
+            seen = np.flatnonzero(lesson.counts)
+            expected = expected_temperature(found, default)
+            rows = np.searchsorted(seen, labels)
+            result[seen] = found.likelihoods(features, rows, expected, self.mapping)
+        return result
+
+    def _solved(self, moments: Moments, likelihoods: Array) -> Classifier:
+        """Return the classifier that follows from moments of the mapped features."""
+        weight, bias, found, temperature = self._found(moments)
+        if found is not None:
+            temperature = expected_temperature(found, temperature)
         return replace(
             self,
             moments=moments,
@@ -236,6 +236,17 @@ class Classifier:
             likelihoods=likelihoods,
             temperature=corrected_temperature(temperature, likelihoods),
         )
+
+    def _found(self, moments: Moments) -> tuple[Array, Array, Discriminant | None, float]:
+        """Return what `_solve` finds.
+
+        Raises:
+            CorruptFile: The moments contradict each other.
+        """
+        try:
+            return _solve(moments, self.options)
+        except LinAlgError as error:
+            raise CorruptFile("The model", "its statistics contradict each other") from error
 
     # -- storage
 
@@ -282,7 +293,7 @@ def _no_likelihoods(classes: int) -> NDArray[np.float32]:
 
 def _solve(
     moments: Moments, options: ClassifierOptions
-) -> tuple[Array, Array, float, Discriminant | None]:
+) -> tuple[Array, Array, Discriminant | None, float]:
     """Return the weights, classes x features, the bias of each class, and a temperature.
 
     The temperature is that of single images; the expected one follows from the discriminant.
@@ -290,16 +301,16 @@ def _solve(
     means, counts = moments.means(), moments.counts
     bias, rows = np.zeros(len(means)), np.flatnonzero(counts)
     if not len(rows):
-        return np.zeros_like(means), bias, 1.0, None
+        return np.zeros_like(means), bias, None, 1.0
     default = means_temperature(means[rows], counts[rows])
     if options.covariance == "none":
-        return unit(means), bias, default, None
+        return unit(means), bias, None, default
     if options.covariance == "ridge":
         weight, found = solve_ridge(moments, options.ridge, balance=options.balance)
         least = min(RIDGE_RESEMBLANCE * resemblance(means[rows]) ** 3, MAX_MEANS_TEMPERATURE)
-        return weight, bias, max(RIDGE_TEMPERATURE, least), found
+        return weight, bias, found, max(RIDGE_TEMPERATURE, least)
     weight, bias, found = solve_shared(moments, options.shrinkage)
-    return weight, bias, default * found.trace / weight.shape[1], found
+    return weight, bias, found, default * found.trace / weight.shape[1]
 
 
 def solve_shared(

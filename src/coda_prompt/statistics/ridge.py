@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from numpy.linalg import LinAlgError
 from numpy.typing import NDArray
 
 from coda_prompt.statistics.algebra import Array, inverse_factor
@@ -22,6 +23,8 @@ MIN_RIDGE = 1e-6
 """Fraction of the trace below which float32 rounding of the Gram matrix outweighs the ridge."""
 MAX_OWN_SCORE, MIN_SIGNAL = 0.999, 0.05
 """Bounds of the score of a class's own mean, and of the share of it that is not noise."""
+PRIOR_IMAGES = 50
+"""Number of images that weigh as much as the temperature of single images."""
 MAX_IMAGE_SHARE = 0.5
 """Maximum share of a row of a lesson's Gram matrix that may come from one image."""
 
@@ -66,8 +69,11 @@ def solve_ridge(
     if not balance or ridge != "relative":
         return solved, None
     factors = _compensation(counts, targets, solved, value * float(np.vdot(inverse, inverse)))
-    discriminant = _discriminant(moments, inverse, solved, factors, value)
-    return solved * factors[:, None], discriminant
+    weight: NDArray[np.float64] = solved * factors[:, None]
+    try:
+        return weight, _discriminant(moments, inverse, solved, factors, value)
+    except LinAlgError:  # where images were moved, class means may exceed blended second moments
+        return weight, None
 
 
 def _discriminant(
@@ -101,6 +107,7 @@ def _discriminant(
         trace=float(np.vdot(inverse, inverse) + np.vdot(weight, solved)),
         whiten=lambda each: np.concatenate([each @ inverse.T, each @ solved.T @ beyond.T], axis=1),
         scores=lambda products, _: products @ remaining.T * factors[rows],
+        prior_images=PRIOR_IMAGES,
     )
 
 
