@@ -301,7 +301,10 @@ def _interrupt(progress: Progress) -> None:
 
 @pytest.mark.parametrize("method", ["slda", "ncm"])
 def test_lessons_add_up(method: str) -> None:
-    """Images of a class in two lessons, in one, or another order of classes: equal answers."""
+    """Images of a class in two lessons, in one, or another order of classes: equal scores.
+
+    Images are left out of their lesson alone to correct the temperature, so it differs a little.
+    """
     images, labels = drawings(range(6))
     first = np.arange(len(images)) % 20 < 10
     names = np.array(labels)
@@ -313,10 +316,12 @@ def test_lessons_add_up(method: str) -> None:
     whole = taught(range(6), method=method)
     tests = drawings(range(6), test=True)[0]
     expected = whole.predict_proba(tests)
-    np.testing.assert_allclose(parts.predict_proba(tests), expected, rtol=0, atol=1e-4)
+    scores = [np.log(each.predict_proba(tests)) * each.temperature for each in (parts, whole)]
+    differences = [each - each.max(axis=1, keepdims=True) for each in scores]
+    np.testing.assert_allclose(*differences, rtol=0, atol=1e-3)
     assert turned.classes_ == whole.classes_[::-1]
     np.testing.assert_allclose(turned.predict_proba(tests)[:, ::-1], expected, rtol=0, atol=1e-4)
-    assert parts.temperature == pytest.approx(whole.temperature, rel=1e-5)
+    assert parts.temperature == pytest.approx(whole.temperature, rel=0.3)
 
 
 def test_predicting_before_learning_raises_not_learned() -> None:
