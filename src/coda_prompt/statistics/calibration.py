@@ -3,10 +3,11 @@
 Guo et al., "On Calibration of Modern Neural Networks", ICML 2017 (https://arxiv.org/abs/1706.04599).
 
 The temperature of a closed-form classifier follows from its statistics (`expected_temperature`), so
-that it is the same however they came about: in one lesson or several, by merging models, or by
-forgetting a class. Where classes have more than a few images, it is corrected by likelihoods that
-add up too: of each image of a lesson as if it had never been learned, at temperatures around the
-expected one. That of other methods is fitted on the held-out images of each lesson.
+that merging models is teaching in turn. Where classes have more than a few images, it is corrected
+by likelihoods that add up too: of each image of a lesson as if it had never been learned, at
+temperatures around the expected one. They are of one lesson alone, so how images were split into
+lessons changes the temperature a little. That of other methods is fitted on the held-out images of
+each lesson.
 docs/lab/calibration.md has measurements.
 """
 
